@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, dataclass, field
 from datetime import datetime, timezone
 from pathlib import Path
@@ -176,7 +176,7 @@ class Lifecycle:
     def live(self, service: Metadata) -> None:
         """All of the scenario."""
         scenario = self.scenario
-        with Observer(jobs.choose(self.name).store, self.name, PATIENCE_S) as self.observer:
+        with closing(Observer(jobs.choose(self.name).store, self.name, PATIENCE_S)) as self.observer:
             self.wait("training", lambda: self.settled() and self.count("step") >= 3)
             situation = self.situation()
             assert situation is not None

@@ -5,7 +5,7 @@ run itself: a step of the full job and what it consists of (passes, end, the res
 first steps of new owners take, how long a loss, a change of plan, a checkpoint, a start and a restart held the job, and
 whether copies arrive where they are offered. What it predicts: which plans follow, how fast each of them is, in how
 many steps they follow, what losses interrupt and what is redone, what is lost with restarts, and so the samples. The
-recorded run that ``bamboo simulate --measured`` reads is left in ``--out``. The machine must have no other work.
+recorded run is left in ``--out``. The machine must have no other work.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 
 import click
 from common import Job, JobFailed, console, wall
+from recorded import PHASES, PolicyResult, RecordedRun, compare, simulation
 
 from bamboo_ds.chaos.schedule import initial_nodes, parse_trace
 from bamboo_ds.config import BambooConfig
@@ -28,7 +29,6 @@ from bamboo_ds.observe.spans import PASSES, Kind, read_timelines
 from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market
-from bamboo_ds.simulate.measured import PHASES, PolicyResult, RecordedRun, compare, simulation
 from bamboo_ds.simulate.pace import Stretch
 from bamboo_ds.simulate.profile import Layer, Profile
 from bamboo_ds.simulate.run import Simulation
@@ -260,7 +260,7 @@ class Recording:
     # -- the recorded run -----------------------------------------------------------------------------------
 
     def measured(self, spot: dict[str, Any], source: str) -> RecordedRun:
-        """All of it as ``bamboo simulate --measured`` reads it. It begins with the first step that counts."""
+        """All of it. It begins with the first step that counts."""
         seconds, options = self.outcome["seconds"], spot["options"]
         before_s = -min(step["begin"] for step in self.outcome["done"])
         profile = self._profile()

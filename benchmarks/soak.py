@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -225,7 +225,7 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
         wait_for_job(name, process, folder)
         scraper = None if address is None else Scraper(address, name, folder / "events.jsonl")
         with (
-            Observer(jobs.choose(name).store, name, PATIENCE_S) as observer,
+            closing(Observer(jobs.choose(name).store, name, PATIENCE_S)) as observer,
             chaos(folder, name, options) as runner,
             nullcontext() if scraper is None else scraper.running(),
         ):
@@ -336,13 +336,10 @@ def compare(out: Path, folder: Path, steps: int, batch: int, blocks: int, measur
 
 
 def report(out: Path, folder: Path, content: dict[str, Any], problems: list[str]) -> None:
-    """Tables, JSON, picture; fails if there are problems."""
+    """Tables and JSON; fails if there are problems."""
     click.echo((folder / "chaos.txt").read_text()[-6000:])
     for name in ("largest_difference_of_losses", "largest_difference_of_parameters", "plans", "usage"):
         console.print(f"{name}: {content.get(name)}", highlight=False)
-    picture = folder / "chaos" / "chaos.png"
-    if picture.exists():
-        (out / "soak.png").write_bytes(picture.read_bytes())
     (out / "soak.json").write_text(json.dumps({**content, "problems": problems, "machine": machine()}, indent=1) + "\n")
     console.print(f"[dim]{out / 'soak.json'}[/dim]")
     if problems:

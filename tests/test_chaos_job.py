@@ -48,7 +48,7 @@ def test_job_bears_a_script_of_faults(tmp_path: Path, reference: Callable[..., R
     with RunningJob(tmp_path, 2, ["--stages", "2", *slow_until(hurry)], config, script=tmp_path / "victim.py") as job:
         job.wait_for("a step", lambda: bool(job.events("step")))
         command = [bamboo_command(), "chaos", "--job", job.name, "--script", str(tmp_path / "faults.txt")]
-        command += ["--keep", "2", "--no-picture", "--out", str(tmp_path / "chaos")]
+        command += ["--keep", "2", "--out", str(tmp_path / "chaos")]
         with open(tmp_path / "chaos.log", "wb") as log:
             chaos = subprocess.Popen(command, env=job.env, stdout=log, stderr=subprocess.STDOUT)
         try:

@@ -20,7 +20,7 @@ from bamboo_ds.chaos.faults import Fault, FaultKind, FaultRecord, Target
 from bamboo_ds.chaos.injections import Impossible, Injection, Notify, Obey, Order, ProcessKill, Raise, Stop
 from bamboo_ds.chaos.joiners import JoinCommand
 from bamboo_ds.chaos.processes import agent_of, dead, feeders_of, here, listener, stopped, worker_of
-from bamboo_ds.chaos.runner import Runner, RunnerOptions
+from bamboo_ds.chaos.runner import Conduct, JobParts, Runner
 from bamboo_ds.chaos.situation import JobSituation
 from bamboo_ds.chaos.sparing import Choice
 from bamboo_ds.chaos.victim import EXIT_CODE
@@ -198,10 +198,12 @@ def command(tmp_path: Path, *words: str) -> JoinCommand:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Callable[..., tuple[Runner, list[FaultRecord]]]:
-    def start(job: PretendedJob, faults: list[Fault], **options: object) -> tuple[Runner, list[FaultRecord]]:
+    def start(
+        job: PretendedJob, faults: list[Fault], choice: Choice | None = None, **parts: object
+    ) -> tuple[Runner, list[FaultRecord]]:
         records: list[FaultRecord] = []
-        settings = RunnerOptions(choice=Choice(), join=command(tmp_path), timeout_s=0.3)
-        runner = Runner(job, faults, replace(settings, **options), lambda: False, records.append)  # type: ignore[arg-type]
+        conduct, found = Conduct(choice or Choice(), timeout_s=0.3), JobParts(join=command(tmp_path))
+        runner = Runner(job, faults, conduct, replace(found, **parts), lambda: False, records.append)  # type: ignore[arg-type]
         try:
             runner.run()
         finally:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import PartProgress, RoleProgress, hosts, member_program, not_begun, timeline
+from bamboo_ds.schedule import PartProgress, RoleProgress, hosts, not_begun, timeline
 from bamboo_ds.topology import (
     BlockCosts,
     Candidate,
@@ -22,15 +21,13 @@ from bamboo_ds.topology import (
     Role,
     divided,
     explain,
-    holders_of,
-    initial_plan,
-    learners_for,
-    moves,
     predicted_s,
     undivided,
 )
 from bamboo_ds.topology.planner import plan as best_plan
-from bamboo_ds.topology.planner import takeover, with_redundancy
+from bamboo_ds.topology.planner import takeover
+
+from .support.planning import Learners, at_rest, execute, learning, plan_of
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
@@ -38,8 +35,7 @@ POLICY = Policy(near_shadows=True, standby_replicas=True, divides=True)
 
 
 def job(pipelines: int, stages: int, blocks: int) -> Plan:
-    layout = Layout(pipelines, stages, blocks=(blocks,) * stages)
-    plan = with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, True)
+    plan = plan_of(Layout(pipelines, stages, blocks=(blocks,) * stages))
     return replace(plan, cuts=(tuple(range(1, blocks)),) * stages)
 
 
@@ -113,36 +109,14 @@ def test_copies_lead_to_rest(seed: int) -> None:
             alive.append(f"m{joined}")
             joined += 1
         members = [Candidate(m, int(m[1:]), m, home=int(m[1:]) % size) for m in alive]
-        plan, targets = copied(plan, members, random)
+        plan, targets = at_rest(plan, members, POLICY, random, copying)
         assert targets <= 4
         again = best_plan(plan, members, policy=POLICY)
         assert (again.owners, again.shadows, again.lent) == (plan.owners, plan.shadows, plan.lent)
 
 
-def copied(plan: Plan, members: list[Candidate], random: Random) -> tuple[Plan, int]:
-    """The plan at rest, when all copies have been made that it takes; also how many different targets that were."""
-    ready: dict[str, list[int]] = {}
-    targets = set()
-    for _ in range(60):
-        holders = holders_of(plan, ready)
-        target = best_plan(plan, members, policy=POLICY, holders=holders)
-        targets.add((target.owners, target.shadows))
-        if not moves(plan, target, holders):
-            if (target.owners, target.shadows, target.lent) == (plan.owners, plan.shadows, plan.lent):
-                return replace(target, learners=()), len(targets)
-            plan, ready = target, {}
-            continue
-        learners = tuple(sorted(learners_for(plan, target)))
-        if learners != plan.learners:
-            lent = divided(plan, Costs(), plan.cuts, POLICY.min_gain)
-            names, homes = tuple(m.id for m in members), tuple(m.home for m in members)
-            plan = replace(
-                plan, epoch=plan.epoch + 1, members=names, homes=homes, learners=learners, lent=lent, lost=()
-            )
-            ready = {m: [rank for rank in ranks if (rank, m) in learners] for m, ranks in ready.items()}
-        rank, learner = random.choice([(rank, m) for rank, m in learners if rank not in ready.get(m, ())])
-        ready.setdefault(learner, []).append(rank)
-    raise AssertionError(f"it does not come to rest: {plan}")
+def copying(plan: Plan, members: list[Candidate], target: Plan, learners: Learners) -> Plan:
+    return learning(plan, members, learners, lent=divided(plan, Costs(), plan.cuts, POLICY.min_gain))
 
 
 @pytest.mark.parametrize(
@@ -350,61 +324,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
 def test_programs_of_divided_stages_come_to_their_end(
     case: tuple[Plan, int, dict[Role, RoleProgress]], begins: bool
 ) -> None:
-    """With blocking receives, in whatever order members go on: every message is received, every pass done once."""
     plan, micro_batches, progress = case
     if begins:
         progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
-    layout = plan.world
-    todo = {m: deque(member_program(plan, m, micro_batches, progress, "none")) for m in plan.members}
-    current: dict[str, tuple[Role, int]] = {}
-    sent: dict[tuple[str, Role, int], deque[int]] = defaultdict(deque)
-    done: dict[tuple[str, Role, int], list[int]] = defaultdict(list)
-    parts = {role: [part.begin for part in progress[role].parts] for role in layout.roles}
-
-    def beside(role: Role, part: int, step: int) -> tuple[Role, int]:
-        index = parts[role].index(part) + step
-        if 0 <= index < len(parts[role]):
-            return role, parts[role][index]
-        other = Role(role.pipeline, role.stage + step)
-        return other, parts[other][-1 if step < 0 else 0]
-
-    def execute(member: str) -> bool:
-        instruction = todo[member][0]
-        name, role = instruction.name, getattr(instruction, "role", None)
-        if name == "UseRole":
-            current[member] = instruction.role, instruction.part
-        elif name in ("SendChanges", "SendReplica"):
-            sent[name[4:], current[member][0], 0].append(0)
-        elif name == "SendPart":
-            sent["Part", instruction.role, 0].append(0)
-        elif name in ("RecvChanges", "RecvPart", "RecvReplica"):
-            queue = sent[name[4:], role or current[member][0], 0]
-            if not queue:
-                return False
-            queue.popleft()
-        elif name in ("SendActivation", "ResendActivation", "SendGrad", "ResendGrad"):
-            forward = name.endswith("Activation")
-            target = beside(*current[member], +1 if forward else -1)
-            sent[("F" if forward else "B", *target)].append(instruction.buffer_id)
-        elif name in ("RecvActivation", "RecvGrad"):
-            queue = sent[("F" if name == "RecvActivation" else "B", *current[member])]
-            if not queue:
-                return False
-            assert queue.popleft() == instruction.buffer_id
-        elif name in ("ForwardPass", "BackwardPass"):
-            done[(name[0], *current[member])].append(instruction.buffer_id)
-        return True
-
-    while any(todo.values()):
-        moved = False
-        for member, queue in todo.items():
-            while queue and execute(member):
-                queue.popleft()
-                moved = True
-        assert moved, f"nobody can go on: { ({m: q[0] for m, q in todo.items() if q}) }"
-    assert not any(sent.values())
-    for role in layout.roles:
-        for part in progress[role].parts:
-            for kind, count in (("F", part.forwards), ("B", part.backwards)):
-                first = micro_batches if progress[role].reduced else count
-                assert done[kind, role, part.begin] == list(range(first, micro_batches))
+    execute(plan, micro_batches, progress)

@@ -8,22 +8,19 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import RoleProgress, compute_order, member_program, one_f_one_b
+from bamboo_ds.schedule import RoleProgress, compute_order, one_f_one_b
 from bamboo_ds.schedule.orders import Work
-from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+from bamboo_ds.topology import Layout, Plan, Role, takeover
+
+from .support.planning import execute, plan_of
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/even-shares.md")
-
-
-def plan_of(pipelines: int, stages: int, redundant: bool = True) -> Plan:
-    layout = Layout(pipelines, stages)
-    return with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, redundant)
 
 
 @st.composite
 def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     """A plan after some takeovers and any counters at all, which includes every reachable one."""
-    plan = plan_of(draw(st.integers(1, 3)), draw(st.integers(2, 6)))
+    plan = plan_of(Layout(draw(st.integers(1, 3)), draw(st.integers(2, 6))))
     micro_batches = draw(st.integers(1, 12))
     for _ in range(draw(st.integers(0, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
@@ -148,20 +145,4 @@ def test_the_earliest_start_goes_first(
 @given(interrupted())
 def test_messages_of_every_edge_match(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
     """On each edge the messages sent, in order, are those received, in order."""
-    plan, micro_batches, progress = case
-    sent, received = defaultdict(list), defaultdict(list)
-    for member in plan.members:
-        role = None
-        for i in member_program(plan, member, micro_batches, progress):
-            role = i.role if i.name == "UseRole" else role
-            if i.name in ("SendActivation", "ResendActivation"):
-                sent["activation", plan.world.successor(role)].append(i.buffer_id)
-            elif i.name in ("SendGrad", "ResendGrad"):
-                sent["grad", plan.world.predecessor(role)].append(i.buffer_id)
-            elif i.name == "SendReplica":
-                sent["replica", role].append(0)
-            elif i.name in ("RecvActivation", "RecvGrad"):
-                received["activation" if i.name == "RecvActivation" else "grad", role].append(i.buffer_id)
-            elif i.name == "RecvReplica":
-                received["replica", i.role].append(0)
-    assert sent == received
+    execute(*case)

@@ -30,6 +30,9 @@ from bamboo_ds.topology import (
 from bamboo_ds.topology.costs import Costs
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.planner import plan as best_plan
+from bamboo_ds.topology.question import Holders
+
+from .support.planning import Learners, at_rest, drawn, learning
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
@@ -60,9 +63,9 @@ def owners_fit(plan: Plan, members: list[Candidate]) -> bool:
     return any(not exceeding(replace(bare, owners=way), usable) for way in ways)
 
 
-def job(layout: Layout, members: list[Candidate], memory: tuple[StageMemory, ...], redundant: bool = True) -> Plan:
-    plan = initial_plan([m.id for m in members[: layout.size]])
-    plan = with_redundancy(plan, layout, redundant, members[: layout.size], memory)
+def job(layout: Layout, members: list[Candidate], memory: tuple[StageMemory, ...]) -> Plan:
+    first = members[: layout.size]
+    plan = with_redundancy(initial_plan([m.id for m in first]), layout, True, first, memory)
     return replace(plan, cuts=tuple(tuple(range(1, count)) for count in layout.blocks))
 
 
@@ -124,54 +127,27 @@ class History:
 
     def settle(self) -> None:
         """Enter what the planner wants, copy by copy, until it wants nothing more."""
-        ready: dict[str, list[int]] = {}
-        targets = set()
-        for _ in range(60):
-            plan, members = self.plan, self.members
-            holders = holders_of(plan, ready)
-            target = best_plan(plan, members, policy=self.policy, holders=holders)
-            assert target == best_plan(
-                plan, self.random.sample(members, len(members)), policy=self.policy, holders=holders
-            )
-            self.check(target)
-            targets.add((target.owners, target.shadows))
-            if not moves(plan, target, holders):
-                self.members = [m for m in members if m.id in target.members]
-                if (target.owners, target.shadows, target.lent) == (plan.owners, plan.shadows, plan.lent):
-                    self.plan = replace(target, learners=())
-                    self.check_at_rest()
-                    assert len(targets) <= 4, targets
-                    return
-                self.plan, ready = target, {}
-                continue
-            learners = tuple(sorted(learners_for(plan, target)))
-            if learners != plan.learners:
-                shadows = tuple(while_copying(plan, target, learners, Room(plan, members)))
-                self.happened["given up for copies"] += shadows != plan.shadows
-                self.plan = replace(
-                    plan,
-                    epoch=plan.epoch + 1,
-                    members=tuple(m.id for m in members),
-                    homes=tuple(m.home for m in members),
-                    shadows=shadows,
-                    learners=learners,
-                    lent=(),
-                    lost=(),
-                )
-                exchanged = exceeding(self.plan, members) - exceeding(plan, members) - set(target.crowded)
-                self.happened["exchanges that exceed"] += bool(exchanged)
-                assert not exchanged or len(set(self.memory)) > 1
-                ready = {m: [rank for rank in ranks if (rank, m) in learners] for m, ranks in ready.items()}
-            rank, learner = self.random.choice([(r, m) for r, m in learners if r not in ready.get(m, ())])
-            ready.setdefault(learner, []).append(rank)
-        raise AssertionError(f"it does not come to rest: {self.plan}")
+        self.plan, targets = at_rest(self.plan, self.members, self.policy, self.random, self.copying, self.check)
+        self.check_at_rest()
+        assert targets <= 4
 
-    def check(self, target: Plan) -> None:
+    def copying(self, plan: Plan, members: list[Candidate], target: Plan, learners: Learners) -> Plan:
+        shadows = tuple(while_copying(plan, target, learners, Room(plan, members)))
+        self.happened["given up for copies"] += shadows != plan.shadows
+        after = learning(plan, members, learners, shadows=shadows, lent=())
+        exchanged = exceeding(after, members) - exceeding(plan, members) - set(target.crowded)
+        self.happened["exchanges that exceed"] += bool(exchanged)
+        assert not exchanged or len(set(self.memory)) > 1
+        return after
+
+    def check(self, plan: Plan, target: Plan, holders: Holders) -> None:
+        shuffled = self.random.sample(self.members, len(self.members))
+        assert target == best_plan(plan, shuffled, policy=self.policy, holders=holders)
         usable = [m for m in self.members if m.id in target.members]
         assert target.crowded == tuple(m for m in target.members if m in exceeding(target, usable))
         if target.crowded:
             self.happened["nothing fits"] += 1
-            assert not owners_fit(self.plan, self.members), "another plan is within what members may hold"
+            assert not owners_fit(plan, self.members), "another plan is within what members may hold"
         bare = tuple(rank for rank, shadow in enumerate(target.shadows) if shadow is None)
         limited = any(m.memory is not None for m in usable)
         assert target.unshadowed == (bare if len(usable) > 1 and limited else ())
@@ -252,10 +228,6 @@ def test_a_shadow_has_what_an_owner_needs() -> None:
 
 def four(memory: int, count: int = 4) -> list[Candidate]:
     return [Candidate(f"m{slot}", slot, f"h{slot}", home=slot % 4, memory=memory * 2**20) for slot in range(count)]
-
-
-def drawn(plan: Plan) -> str:
-    return " ".join(f"{o[1:]}/{s[1:] if s else '-'}" for o, s in zip(plan.owners, plan.shadows, strict=True))
 
 
 def test_a_loss_with_little_room() -> None:

@@ -423,29 +423,6 @@ def test_the_command_prints_one_object(tmp_path: Path, monkeypatch: pytest.Monke
     assert code == 0 and "replicas" in said and all(name in said for name in POLICIES)
 
 
-def test_recorded_runs_are_predicted(tmp_path: Path) -> None:
-    recorded = {
-        "profile": model(pipelines=1).model_dump(mode="json"), "pipelines": 1, "stages": 4, "seconds": 3600,
-        "changes": [(0, "add", f"n{n}") for n in range(4)] + [(1000, "remove", "n1")],
-        "terms": {"detection_s": 0.1}, "policies": {"bamboo": {"samples": 1000, "pause_s": 1.0}},
-    }  # fmt: skip
-    file = tmp_path / "recorded.json"
-    file.write_text(json.dumps(recorded))
-    code, said = simulate(tmp_path, "--measured", str(file), "--json", trace=None)
-    assert code == 0
-    report = json.loads(said)
-    rows = {row["what"]: row for row in report["measured"]}
-    assert rows["samples"]["predicted"] == report["policies"]["bamboo"]["samples"]
-    recorded["policies"] = {"bamboo": {what: row["predicted"] for what, row in rows.items()}}
-    file.write_text(json.dumps(recorded))
-    code, said = simulate(tmp_path, "--measured", str(file), trace=None)
-    assert code == 0 and said.count("(+0.0%)") == 2 and "TOO FAR" not in said
-    code, said = simulate(tmp_path, "--measured", str(file), "--profile", "gpt-2", trace=None)
-    assert code == 2 and "leave out --profile" in said
-    file.write_text("{}")
-    assert "--measured" in simulate(tmp_path, "--measured", str(file), trace=None)[1]
-
-
 def test_without_simpy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "simpy", None)
     with pytest.raises(ConfigError, match=r"pip install 'bamboo_ds\[simulate\]'"):

@@ -89,25 +89,3 @@ def test_this_package_has_no_pipelines_of_one_stage(tmp_path: Path) -> None:
     code, said = simulate(tmp_path, *options, "--policy", "limit,bamboo:none")
     assert code == 2 and said.startswith("--policy bamboo:none: a pipeline of this package has two stages or more")
     assert simulate(tmp_path, *options, "--policy", "checkpoint-restart,sample-dropping,on-demand,limit")[0] == 0
-
-
-@pytest.mark.parametrize(
-    ("wrong", "expected"),
-    [
-        ({"changes": [(0, "add", "a"), (9, "remove", "zz")]}, "changes:2: zz is not there"),
-        (
-            {"changes": [(0, "add", "a"), (9, "add", "b"), (8, "add", "c")]},
-            "changes:3: 8000 ms is before the line above",
-        ),
-        ({"bamboo": {"redundancy": {"mode": "no"}}}, "redundancy.mode"),
-    ],
-)
-def test_a_recorded_run_that_cannot_be_is_refused(tmp_path: Path, wrong: dict[str, object], expected: str) -> None:
-    recorded = {
-        "profile": model(pipelines=1).model_dump(mode="json"), "pipelines": 1, "stages": 4, "seconds": 60,
-        "changes": [(0, "add", f"n{n}") for n in range(4)], "policies": {"bamboo": {"samples": 1000}},
-    }  # fmt: skip
-    file = tmp_path / "recorded.json"
-    file.write_text(json.dumps({**recorded, **wrong}))
-    code, said = simulate(tmp_path, "--measured", str(file), trace=None)
-    assert code == 2 and expected in said, said

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
 from dataclasses import replace
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
-)
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +17,8 @@ from bamboo_ds.engine.context.lanes import Lanes, assists
 from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.schedule import (
-    Commit,
-    ResendActivation,
-    ResendGrad,
     RoleProgress,
-    UseRole,
     compute_order,
-    member_program,
     settle,
 )
 from bamboo_ds.topology import (
@@ -53,6 +38,7 @@ from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
 
 from .support.compare import differences
+from .support.planning import execute, plan_of
 
 pytestmark = pytest.mark.claim("guides/tensor-slices.md")
 
@@ -70,9 +56,8 @@ def candidates(layout: Layout, hosts: int = 0) -> list[Candidate]:
     return [Candidate(f"m{rank}", rank, f"h{host[rank]}", home=rank) for rank in range(layout.size)]
 
 
-def plan_of(layout: Layout, hosts: int = 0) -> Plan:
-    members = candidates(layout, hosts)
-    return with_redundancy(initial_plan([m.id for m in members]), layout, True, members)
+def sliced(layout: Layout, hosts: int = 0) -> Plan:
+    return plan_of(layout, members=candidates(layout, hosts))
 
 
 def slices_of(plan: Plan) -> dict[str, set[int]]:
@@ -129,7 +114,7 @@ def test_plans_from_before_there_were_slices() -> None:
 @settings(deadline=None)
 @given(layouts, st.integers(0, 4))
 def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
-    plan = plan_of(layout, hosts)
+    plan = sliced(layout, hosts)
     assert None not in plan.shadows and all(len(found) == 1 for found in slices_of(plan).values())
     for rank, role in enumerate(layout.roles):
         if not hosts:
@@ -140,7 +125,7 @@ def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
 @settings(deadline=None)
 @given(layouts)
 def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
-    plan = replace(plan_of(layout), learners=((0, f"m{layout.slices}"),), unheld=(1,))
+    plan = replace(sliced(layout), learners=((0, f"m{layout.slices}"),), unheld=(1,))
     parts = [only(plan, number) for number in range(layout.slices)]
     assert all(part.world == Layout(layout.copies, layout.stages) for part in parts)
     assert merged(plan, parts) == plan
@@ -156,7 +141,7 @@ def assert_lasts(target: Plan, learning: Plan, members: list[Candidate], policy:
 def test_a_target_lasts_that_is_not_found_at_once() -> None:
     """Targets go round in a circle here, each of them made by the copies for another one."""
     layout = Layout(9, 3, slices=3)
-    plan, members = plan_of(layout), candidates(layout)
+    plan, members = sliced(layout), candidates(layout)
     policy = Policy(near_shadows=True, standby_replicas=True)
     for event in ("m21", "m12", "join", "join"):
         if event == "join":
@@ -175,7 +160,7 @@ def test_a_target_lasts_that_is_not_found_at_once() -> None:
 @given(layouts, st.data())
 def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> None:
     """Losses, members that come, members that leave: nobody ever gets anything of another slice."""
-    plan, members = plan_of(layout), candidates(layout)
+    plan, members = sliced(layout), candidates(layout)
     policy = Policy(near_shadows=True, standby_replicas=data.draw(st.booleans()))
     slots = itertools.count(layout.size)
     for _ in range(data.draw(st.integers(1, 5))):
@@ -208,7 +193,7 @@ def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> Non
 
 def test_nobody_left_for_a_slice() -> None:
     layout = Layout(2, 2, slices=2)  # ranks by (stage, slice)
-    plan = plan_of(layout)
+    plan = sliced(layout)
     assert takeover(plan, {"m1"}).owners == ("m0", "m3", "m2", "m3")
     assert takeover(plan, {"m0", "m3"}).owners == ("m2", "m1", "m2", "m1")
     assert takeover(plan, {"m1", "m3"}).unheld == (1, 3)
@@ -219,7 +204,7 @@ def test_nobody_left_for_a_slice() -> None:
 
 def test_another_copy_stands_in_with_the_same_slice() -> None:
     layout = Layout(4, 2, slices=2)
-    plan = plan_of(layout)
+    plan = sliced(layout)
     after = takeover(plan, {"m0", "m4"})  # slice 0 of copy 0, both stages
     assert (after.owners[0], after.owners[4], after.unheld) == ("m2", "m6", ())
     sharded = replace(plan, layout=replace(layout, sharded=True))
@@ -228,7 +213,7 @@ def test_another_copy_stands_in_with_the_same_slice() -> None:
 
 def test_newcomers_run_as_the_slice_that_needs_them() -> None:
     layout = Layout(2, 4, slices=2)
-    plan = plan_of(layout)
+    plan = sliced(layout)
     for lost in plan.members:
         after = takeover(plan, {lost})
         home = choose_home(after, after.homes)
@@ -237,7 +222,7 @@ def test_newcomers_run_as_the_slice_that_needs_them() -> None:
 
 
 def test_no_redundant_passes() -> None:
-    plan = plan_of(Layout(2, 3, slices=2))
+    plan = sliced(Layout(2, 3, slices=2))
     assert not any(assists(plan, role) for role in plan.world.roles)
     names = [lane.name for lane in Lanes(plan, shadow_gradients=True).all()]
     assert not any("shadow" in name for name in names) and any("replica" in name for name in names)
@@ -256,85 +241,28 @@ def test_batches_travel_as_they_were_drawn() -> None:
 # -- orders ---------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, micro_batches: int, progress: dict[Role, RoleProgress]) -> None:
-    """Execute the programs of all members with blocking receives and passes that all slices must be in."""
-    layout = plan.world
-    todo = {}
-    for member in plan.members:
-        program, role, queue = member_program(plan, member, micro_batches, progress, "none"), None, deque()
-        for instruction in program:
-            if isinstance(instruction, UseRole):
-                role = instruction.role
-            elif isinstance(instruction, Commit):
-                break
-            else:
-                queue.append((role, instruction))
-        todo[member] = queue
-    done = {role: [progress[role].forwards, progress[role].backwards] for role in layout.roles}
-    sent: set[tuple[type, Role, int]] = set()
-    together = (ForwardPass, BackwardPass, LoadMicroBatch)
-
-    def meets(role: Role, instruction: object) -> bool:
-        for other in layout.slices_with(role):
-            queue = todo[plan.owner(other)]
-            if not queue or queue[0][0] != other or repr(queue[0][1]) != repr(instruction):
-                return False
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for queue in todo.values():
-            while queue:
-                role, instruction = queue[0]
-                kind, m = type(instruction), instruction.kwargs.get("buffer_id")
-                if kind in (RecvActivation, RecvGrad):
-                    if (kind, role, m) not in sent:
-                        break
-                elif kind in (SendActivation, ResendActivation):
-                    sent.add((RecvActivation, layout.successor(role), m))
-                elif kind in (SendGrad, ResendGrad):
-                    sent.add((RecvGrad, layout.predecessor(role), m))
-                elif kind in together:
-                    if not meets(role, instruction):
-                        break
-                    for other in layout.slices_with(role):
-                        if plan.owner(other) != plan.owner(role):
-                            todo[plan.owner(other)].popleft()
-                        if kind is not LoadMicroBatch:
-                            counter = int(kind is BackwardPass)
-                            assert done[other][counter] == m
-                            done[other][counter] += 1
-                queue.popleft()
-                moved = True
-    left = {member: queue[0] for member, queue in todo.items() if queue}
-    assert not left, f"deadlock: {left}"
-    for role in layout.roles:
-        assert progress[role].reduced or done[role] == [micro_batches] * 2
-
-
 SHAPES = [(1, 2, 2), (1, 2, 3), (1, 2, 4), (2, 2, 2), (2, 2, 3), (1, 4, 2), (2, 3, 2)]
 
 
 @pytest.mark.parametrize(("copies", "slices", "stages"), SHAPES)
 def test_slices_meet_after_every_loss(copies: int, slices: int, stages: int) -> None:
     layout = Layout(copies * slices, stages, slices=slices)
-    plan = plan_of(layout)
+    plan = sliced(layout)
     nothing = dict.fromkeys(layout.roles, RoleProgress())
-    run(plan, 5, nothing)
+    execute(plan, 5, nothing)
     for lost in plan.members:
         after = takeover(plan, {lost})
-        run(after, 5, nothing)
+        execute(after, 5, nothing)
         for second in after.members:
             again = takeover(after, {second})
             if not again.unheld:
-                run(again, 5, nothing)
+                execute(again, 5, nothing)
 
 
 @st.composite
 def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     """Any plan after some losses; any progress of the survivors, the lost ones' roles bare."""
-    plan = plan_of(draw(layouts))
+    plan = sliced(draw(layouts))
     micro_batches = draw(st.integers(1, 6))
     for _ in range(draw(st.integers(1, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
@@ -361,7 +289,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
         )
         if done != progress[role]:
             assert not done.reduced
-    run(plan, micro_batches, settled)
+    execute(plan, micro_batches, settled)
 
 
 @settings(deadline=None)

@@ -12,8 +12,10 @@ from hypothesis import strategies as st
 
 from bamboo_ds.control.leader.boundary import policy_of
 from bamboo_ds.topology import Candidate, Costs, Layout, Plan, explain, initial_plan, with_redundancy
-from bamboo_ds.topology.costs import Roster
+from bamboo_ds.topology.costs import Policy, Roster
 from bamboo_ds.topology.planner import plan as best_plan
+from bamboo_ds.topology.question import Question
+from bamboo_ds.topology.room import Room
 from bamboo_ds.topology.zones import zones_apart
 
 from .support.settings import block
@@ -103,7 +105,8 @@ def test_nobody_loses_by_it(zones: str, shape: tuple[int, int], hosts: int, size
     able = [[m for m in names if roster.apart(owner, m)] for owner in owners]
     shadows = [random.choice(each) if each else None for each in able]
     previous = Plan(epoch=1, owners=tuple(owners), members=tuple(names), store_host=names[0], layout=layout)
-    found = zones_apart(previous, owners, shadows, roster, costs, {})
+    question = Question(previous, roster, costs, Policy(), Room(previous, ()), {})
+    found = zones_apart(question, owners, shadows)
     zone = {member.id: member.zone for member in some}
 
     def close(placed: tuple[str | None, ...]) -> set[int]:
@@ -124,4 +127,4 @@ def test_nobody_loses_by_it(zones: str, shape: tuple[int, int], hosts: int, size
         before, after = held(tuple(shadows), working), held(found, working)
         assert before.total() == after.total()
         assert max(after.values(), default=0) <= max(before.values(), default=0)
-    assert zones_apart(previous, owners, found, roster, costs, {}) == found or close(found)
+    assert zones_apart(question, owners, found) == found or close(found)

@@ -7,8 +7,8 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,10 +27,9 @@ from .faults import WEIGHTS, Fault, FaultKind, FaultRecord
 from .joiners import JoinCommand
 from .observer import Observer
 from .processes import agent_of, dead, listener
-from .runner import Runner, RunnerOptions
+from .runner import Conduct, JobParts, Runner
 from .schedule import Change, by_trace, initial_nodes
-from .situation import Hosts, JobSituation
-from .sparing import Choice
+from .situation import JobSituation
 from .verify import Verdict, verify
 
 logger = logging.getLogger("bamboo_ds.chaos")
@@ -55,17 +54,9 @@ class CampaignOptions:
 
     location: JobLocation
     out: Path
+    conduct: Conduct
     events: str | None = None
-    picture: bool = True
     wait: bool = True
-    ready_s: float = 120.0
-    spare_holders: bool = True
-    min_members: int = 1
-    spare_slots: tuple[int, ...] = ()
-    timeout_s: float = 60.0
-    one_at_a_time: bool = False
-    keep: int = 0
-    hosts: Hosts = field(default_factory=Hosts)
     compress: float = 1.0
     limit: int | None = None
     complete: bool = True
@@ -81,17 +72,15 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
         StoreError: etcd cannot be reached.
     """
     console = Console(stderr=True, soft_wrap=True)
-    if options.picture:
-        report.check_pictures()
     options.out.mkdir(parents=True, exist_ok=True)
     adopt_orphans()  # what a killed joiner leaves behind becomes ours
     before = {child.pid for child in psutil.Process().children()}
     journal = options.out / "faults.jsonl"
     records: list[FaultRecord] = []
+    ended = _end_of(options.location)
     with (
         _orderly_end(),
-        _launcher(options.location) as ended,
-        Observer(options.location.store, options.location.job, options.ready_s) as observer,
+        closing(Observer(options.location.store, options.location.job, options.conduct.ready_s)) as observer,
         open(journal, "w") as lines,
     ):
 
@@ -110,13 +99,14 @@ def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequenc
             assert situation.plan is not None
             limit = options.limit or situation.plan.world.size
             faults = by_trace(changes, len(situation.members), limit, options.compress)
-        runner = Runner(observer, faults, _runner_options(options, job, situation, member, changes), ended, tell)
+        parts = _parts(options, job, situation, member, changes)
+        runner = Runner(observer, faults, options.conduct, parts, ended, tell)
         going: list[int] = []
         try:
             runner.run()
             unhealed = None
             if options.wait:
-                runner.attend(None)
+                runner.attend()
                 if options.location.launcher is not None:
                     runner.wait_for_end(_END_S)
             else:
@@ -152,8 +142,6 @@ def _report(
 ) -> None:
     title = f"job {options.location.job}: {options.title}"
     report.save_json(options.out / "report.json", verdict, records, job=options.location.job, title=options.title)
-    if options.picture:
-        report.draw(options.out / "chaos.png", list(read_events(events)), records, title)
     tables = Console()
     if not tables.is_terminal:
         tables = Console(width=_WIDTH)
@@ -199,31 +187,29 @@ def _orderly_end() -> Iterator[None]:
             signal.signal(signum, handler)
 
 
-@contextmanager
-def _launcher(location: JobLocation) -> Iterator[Callable[[], bool]]:
+def _end_of(location: JobLocation) -> Callable[[], bool]:
     """Tells whether the launcher is dead; without one on this host only etcd can tell."""
     if location.launcher is None:
-        yield lambda: False
-        return
+        return lambda: False
     try:
         launcher = psutil.Process(location.launcher)
     except psutil.NoSuchProcess as error:
         raise LaunchError(f"the launcher of job {location.job!r}, process {location.launcher}, has ended") from error
-    yield lambda: dead(launcher)
+    return lambda: dead(launcher)
 
 
 def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], bool]) -> JobSituation:
     """Wait for the job's first step."""
-    waited = 0.0
+    job, ready_s, waited = options.location.job, options.conduct.ready_s, 0.0
     while True:
         situation = observer.look(_LOOK_S)
         if situation.training:
             return situation
         waited += _LOOK_S
         if ended() or situation.over:
-            raise LaunchError(f"job {options.location.job!r} has ended before its first step")
-        if waited > options.ready_s:
-            raise LaunchError(f"job {options.location.job!r} has not done a step within {options.ready_s:.0f} s")
+            raise LaunchError(f"job {job!r} has ended before its first step")
+        if waited > ready_s:
+            raise LaunchError(f"job {job!r} has not done a step within {ready_s:.0f} s")
 
 
 def _member_here(situation: JobSituation) -> MemberRecord | None:
@@ -239,25 +225,20 @@ def _member_here(situation: JobSituation) -> MemberRecord | None:
     return None
 
 
-def _runner_options(
+def _parts(
     options: CampaignOptions,
     job: JobRecord,
     situation: JobSituation,
     member: MemberRecord | None,
     changes: Sequence[Change],
-) -> RunnerOptions:
+) -> JobParts:
     location = options.location
     env, folder = _surroundings(location)
     slots = sorted(record.slot for record in situation.members.values())
     nodes = initial_nodes(changes, len(slots)) if changes else []
     settings = job.settings.values
-    return RunnerOptions(
-        choice=Choice(options.spare_holders, options.min_members, options.hosts, spare_slots=options.spare_slots),
+    return JobParts(
         join=JoinCommand(location.store, location.job, member, job.command, env, folder, options.out),
-        timeout_s=options.timeout_s,
-        one_at_a_time=options.one_at_a_time,
-        keep=options.keep,
-        ready_s=options.ready_s,
         risk_s=settings.membership.lease_ttl_s + 1.0,
         notice_file=settings.notices.file and os.path.join(folder, settings.notices.file),
         etcd_pid=None if location.launcher is None else listener(location.launcher, location.store.split(",")[0]),
@@ -281,41 +262,17 @@ def _surroundings(location: JobLocation) -> tuple[dict[str, str], str]:
 def parse_weights(texts: Sequence[str]) -> dict[FaultKind, float]:
     """``KIND=W`` each; the defaults if there are none. Raises :class:`ConfigError`."""
     found: dict[FaultKind, float] = {}
-    for text, kind, value in _settings_by_kind("--weight", texts):
-        try:
-            found[kind] = float(value)
-        except ValueError as error:
-            raise ConfigError(f"--weight {text!r}: {value!r} is no number") from error
-        if not 0 <= found[kind] < float("inf"):
-            raise ConfigError(f"--weight {text!r}: a weight is a number from 0 on")
-    return found or dict(WEIGHTS)
-
-
-def parse_seconds(texts: Sequence[str]) -> dict[FaultKind, tuple[float, float]]:
-    """``KIND=LOW:HIGH`` each. Raises :class:`ConfigError`."""
-    found: dict[FaultKind, tuple[float, float]] = {}
-    for text, kind, value in _settings_by_kind("--seconds", texts):
-        low, _, high = value.partition(":")
-        try:
-            found[kind] = float(low), float(high or low)
-        except ValueError as error:
-            raise ConfigError(f"--seconds {text!r}: write KIND=LOW:HIGH") from error
-        if not kind.timed:
-            raise ConfigError(f"--seconds {text!r}: {kind.value} is over at once")
-        if not 0 < found[kind][0] <= found[kind][1] < float("inf"):
-            raise ConfigError(f"--seconds {text!r}: 0 < LOW <= HIGH is needed")
-    return found
-
-
-def _settings_by_kind(option: str, texts: Sequence[str]) -> Iterator[tuple[str, FaultKind, str]]:
     for text in texts:
         name, _, value = text.partition("=")
         try:
-            kind = FaultKind(name)
+            kind, weight = FaultKind(name), float(value)
         except ValueError as error:
             known = ", ".join(kind.value for kind in FaultKind)
-            raise ConfigError(f"{option} {text!r}: there is no kind {name!r}; kinds are {known}") from error
-        yield text, kind, value
+            raise ConfigError(f"--weight {text!r}: write KIND=W with a number; kinds are {known}") from error
+        if not 0 <= weight < float("inf"):
+            raise ConfigError(f"--weight {text!r}: a weight is a number from 0 on")
+        found[kind] = weight
+    return found or dict(WEIGHTS)
 
 
 def script_line(fault: Fault) -> str:

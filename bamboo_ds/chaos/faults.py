@@ -75,7 +75,7 @@ WEIGHTS: dict[FaultKind, float] = {
     FaultKind.JOIN: 14,
     FaultKind.ETCD_STOP: 6,
 }
-#: How long timed faults last, in seconds: from, to.
+#: How long timed faults last, in seconds: from, to. Short ones are as likely as long ones on a logarithmic scale.
 SECONDS: dict[FaultKind, tuple[float, float]] = {
     FaultKind.STOP: (0.05, 8.0),
     FaultKind.FREEZE: (0.2, 10.0),

@@ -12,7 +12,6 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from typing_extensions import Self
 
 from ..control.registry.records import MemberRecord
 from .faults import Fault, FaultKind
@@ -142,7 +141,7 @@ class Stop(Injection):
 
 
 class Order:
-    """An order to a worker; use as a context manager, or :meth:`close`.
+    """An order to a worker; :meth:`close` it.
 
     Args:
         worker: the process.
@@ -189,12 +188,6 @@ class Order:
         self._stream.close()
         self._socket.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
-
 
 class Raise(Injection):
     """An exception in a worker's main thread, again and again until it has ended the worker.
@@ -225,7 +218,7 @@ class Raise(Injection):
     def _raise(self) -> None:
         self._raised += 1
         self.due = time.monotonic() + EFFECT_S
-        with Order(self._worker, self.fault) as order:
+        with contextlib.closing(Order(self._worker, self.fault)) as order:
             order.done(_ANSWER_S)
 
 

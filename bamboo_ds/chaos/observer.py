@@ -6,7 +6,6 @@ import logging
 import queue
 
 from tenacity import Retrying, retry_if_result, stop_after_delay, wait_fixed
-from typing_extensions import Self
 
 from ..control.registry.access import open_store
 from ..control.registry.mirror import Mirror
@@ -22,7 +21,7 @@ _POLL_S = 0.1
 
 
 class Observer:
-    """The keys of one job. All methods belong to one thread. Use as a context manager.
+    """The keys of one job. All methods belong to one thread. :meth:`close` it.
 
     Args:
         urls: of etcd.
@@ -51,8 +50,6 @@ class Observer:
         except BaseException:  # goes on up; only what was begun must not stay
             self._store.close()
             raise
-        #: Whether the last fresh look succeeded.
-        self.reachable = True
 
     def _follow(self, snapshot: Snapshot) -> None:
         self._mirror = Mirror(snapshot)
@@ -85,9 +82,7 @@ class Observer:
             snapshot = self._store.get_prefix("")
         except StoreUnavailable as error:
             logger.info("etcd does not answer: %s", error)
-            self.reachable = False
             return None
-        self.reachable = True
         return JobSituation.of(Mirror(snapshot))
 
     def _apply(self, change: WatchEvent | BaseException) -> None:
@@ -101,9 +96,3 @@ class Observer:
     def close(self) -> None:
         """Let go of etcd. Idempotent."""
         self._store.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()

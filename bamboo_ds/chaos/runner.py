@@ -36,6 +36,8 @@ _STEPS_BETWEEN_FAILURES = 5
 _GRACE_S = 5.0
 #: The same for all others at the end.
 _END_S = 10.0
+#: Joiners on their way at the same time, of those that keep up the number of members.
+_JOINING = 2
 _FAILURES = (FaultKind.EXCEPTION, FaultKind.EXIT)
 _CHOSEN: dict[FaultKind, type[Injection]] = {
     FaultKind.KILL: ProcessKill,
@@ -50,30 +52,37 @@ _CHOSEN: dict[FaultKind, type[Injection]] = {
 
 
 @dataclass(frozen=True)
-class RunnerOptions:
+class Conduct:
     """How faults are carried out.
 
     Attributes:
-        choice: whom they may hit; its ``nodes`` are kept by the runner.
+        choice: whom they may hit; its ``nodes`` and ``reachable`` are the runner's.
         timeout_s: how long a fault waits until the job can bear it.
         one_at_a_time: every fault waits until all that was lost before it has been replaced.
         keep: start a joiner whenever fewer members live or are on their way; 0: never.
         ready_s: how long to wait for so many, before the first fault.
-        max_joining: joiners on their way at the same time, of those that ``keep`` starts.
-        risk_s: how long after a timed fault its victim may still be lost by it.
-        notice_file: as in ``bamboo.notices.file``, if the job watches one.
-        etcd_pid: process id of the embedded etcd, if it is on this host.
-        join: how to start a joiner.
-        nodes: slot of the member that stands for a trace's node.
     """
 
     choice: Choice
-    join: JoinCommand
     timeout_s: float = 60.0
     one_at_a_time: bool = False
     keep: int = 0
     ready_s: float = 120.0
-    max_joining: int = 2
+
+
+@dataclass(frozen=True)
+class JobParts:
+    """What of a job faults act on.
+
+    Attributes:
+        join: how to start a joiner.
+        risk_s: how long after a timed fault its victim may still be lost by it.
+        notice_file: as in ``bamboo.notices.file``, if the job watches one.
+        etcd_pid: process id of the embedded etcd, if it is on this host.
+        nodes: slot of the member that stands for a trace's node.
+    """
+
+    join: JoinCommand
     risk_s: float = 6.0
     notice_file: str | None = None
     etcd_pid: int | None = None
@@ -90,7 +99,8 @@ class Runner:
     Args:
         view: of the job.
         faults: in order of time.
-        options: see there.
+        conduct: how they are carried out.
+        parts: of the job.
         ended: whether the job is over, beyond what the view tells.
         tell: called with the record of every fault as soon as that is over.
     """
@@ -99,14 +109,14 @@ class Runner:
         self,
         view: Observer,
         faults: Sequence[Fault],
-        options: RunnerOptions,
+        conduct: Conduct,
+        parts: JobParts,
         ended: Callable[[], bool],
         tell: Callable[[FaultRecord], None],
     ) -> None:
         self._view = view
         self._faults = faults
-        self._options = options
-        self._choice = replace(options.choice, reachable=here)
+        self._conduct, self._parts = conduct, parts
         self._ended = ended
         self._tell = tell
         self._begin = time.monotonic()
@@ -126,8 +136,8 @@ class Runner:
     def run(self) -> None:
         """Carry all faults out, until the job ends; then wait for those that are under way."""
         self._begin = time.monotonic()
-        if self._options.keep:
-            self.settle(self._options.ready_s)
+        if self._conduct.keep:
+            self.settle(self._conduct.ready_s)
             self._begin = time.monotonic()
         self._name_nodes(self._view.look())
         for fault in self._faults:
@@ -146,20 +156,16 @@ class Runner:
             if missing is None or time.monotonic() >= deadline or not self._pump(_LOOK_S):
                 return missing
 
-    def attend(self, timeout_s: float | None) -> bool:
-        """Keep up the number of members until the job ends; false if it has not after ``timeout_s`` seconds."""
-        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    def attend(self) -> None:
+        """Keep up the number of members until the job ends."""
         while self._pump(_LOOK_S):
-            if deadline is not None and time.monotonic() >= deadline:
-                return False
-        return True
+            continue
 
-    def wait_for_end(self, timeout_s: float) -> bool:
-        """Wait until the job is over for its launcher too; whether it is within ``timeout_s`` seconds."""
+    def wait_for_end(self, timeout_s: float) -> None:
+        """Wait until the job is over for its launcher too, for ``timeout_s`` seconds at most."""
         deadline = time.monotonic() + timeout_s
         while not self._ended() and time.monotonic() < deadline:
             self._view.look(_LOOK_S)
-        return self._ended()
 
     def close(self, end_joiners: Literal["all", "waiting"] = "all") -> list[int]:
         """Continue what is stopped, end joiners; returns process ids of those that go on. Idempotent.
@@ -221,7 +227,7 @@ class Runner:
 
     def _carry_out(self, fault: Fault) -> None:
         """Find a victim, wait until the job can bear it, inject the fault."""
-        deadline = time.monotonic() + self._options.timeout_s
+        deadline = time.monotonic() + self._conduct.timeout_s
         while True:
             found, situation = self._find(fault)
             if found is not None and found.refusal is None:
@@ -239,21 +245,21 @@ class Runner:
         missing = self._missing(known)
         # Without etcd nobody can write a plan: what was settled still is.
         blind = situation is None and fault.kind.risky and missing
-        if missing and (fault.healed or self._options.one_at_a_time or blind):
+        if missing and (fault.healed or self._conduct.one_at_a_time or blind):
             return Aim((), missing), known
         if fault.kind in _FAILURES and self._failed_at is not None:
             done = (known.step or 0) - self._failed_at
             if done < _STEPS_BETWEEN_FAILURES:
                 return Aim((), "another worker has just failed, and a step that fails twice ends the job"), known
-        choice = replace(self._choice, nodes=self._nodes(known))
+        choice = replace(self._conduct.choice, reachable=here, nodes=self._nodes(known))
         return aim(fault, known, at_risk, choice), known
 
     def _missing(self, situation: JobSituation) -> str | None:
         lost = self._at_risk(situation)
         missing = situation.unsettled(lost)
         admitted = len(set(situation.plan.members if situation.plan else ()) - lost)
-        if missing is None and admitted < self._options.keep:
-            missing = f"{self._options.keep - admitted} members are on their way"
+        if missing is None and admitted < self._conduct.keep:
+            missing = f"{self._conduct.keep - admitted} members are on their way"
         return missing
 
     def _at_risk(self, situation: JobSituation) -> set[str]:
@@ -269,16 +275,16 @@ class Runner:
         if fault.kind is FaultKind.JOIN:
             return self._join(fault)
         if fault.kind is FaultKind.ETCD_STOP:
-            return Stop(fault, (), [self._options.etcd_pid] if self._options.etcd_pid else [])
+            return Stop(fault, (), [self._parts.etcd_pid] if self._parts.etcd_pid else [])
         if fault.kind is FaultKind.NOTICE:
-            return Notify(fault, found.members, self._options.notice_file)
+            return Notify(fault, found.members, self._parts.notice_file)
         return _CHOSEN[fault.kind](fault, found.members)
 
     def _inject(self, injection: Injection, situation: JobSituation) -> None:
         fault = injection.fault
         injection.situation = situation
         try:
-            if fault.kind is FaultKind.ETCD_STOP and self._options.etcd_pid is None:
+            if fault.kind is FaultKind.ETCD_STOP and self._parts.etcd_pid is None:
                 raise Impossible("the job's etcd is not one that bamboo run has started on this host")
             victims = [m for m in map(situation.members.get, injection.members) if m is not None]
             feeders = feeders_of(victims, situation.members.values()) if fault.kind.risky else []
@@ -303,7 +309,7 @@ class Runner:
     def _note(self, injection: Injection) -> None:
         """The injection is over."""
         if injection.fault.kind.risky and not injection.fault.kind.lethal:
-            until = time.monotonic() + self._options.risk_s
+            until = time.monotonic() + self._parts.risk_s
             self._risky.update(dict.fromkeys(injection.members, until))
         failed = False
         if isinstance(injection, Join) and not injection.confirmed:
@@ -346,7 +352,7 @@ class Runner:
 
     def _name_nodes(self, situation: JobSituation) -> None:
         slots = {record.slot: record.agent_pid for record in situation.members.values()}
-        self._agents = {node: slots[slot] for node, slot in self._options.nodes.items() if slot in slots}
+        self._agents = {node: slots[slot] for node, slot in self._parts.nodes.items() if slot in slots}
 
     def _nodes(self, situation: JobSituation) -> dict[str, str]:
         """Members that stand for nodes of a trace. At a restart some agents start several workers for a while."""
@@ -356,7 +362,7 @@ class Runner:
         return {node: members[agent] for node, agent in self._agents.items() if agent in members}
 
     def _join(self, fault: Fault) -> Join:
-        join = Join(fault, self._options.join, len(self._joins))
+        join = Join(fault, self._parts.join, len(self._joins))
         self._joins.append(join)
         return join
 
@@ -371,11 +377,11 @@ class Runner:
     def _refill(self, situation: JobSituation) -> None:
         """Start a joiner if there are too few members."""
         ending = any(left.outcome == "finished" for left in situation.left.values())
-        if not self._options.keep or not situation.training or ending:
+        if not self._conduct.keep or not situation.training or ending:
             return
         underway = sum(isinstance(injection, Join) for injection in self._active)
-        if underway >= self._options.max_joining:
+        if underway >= _JOINING:
             return
-        if self._living(situation) + self._coming(situation) < self._options.keep:
+        if self._living(situation) + self._coming(situation) < self._conduct.keep:
             now_s = time.monotonic() - self._begin
             self._inject(self._join(Fault(-1, now_s, FaultKind.JOIN)), situation)

@@ -21,8 +21,7 @@ def by_rate(
     *,
     count: int | None = None,
     duration_s: float | None = None,
-    weights: Mapping[FaultKind, float] | None = None,
-    seconds: Mapping[FaultKind, tuple[float, float]] | None = None,
+    weights: Mapping[FaultKind, float] = WEIGHTS,
 ) -> list[Fault]:
     """Faults at random times (a Poisson process), drawn from ``seed``.
 
@@ -33,21 +32,18 @@ def by_rate(
         seed: equal seeds and settings give equal schedules.
         count: how many.
         duration_s: up to when; one of the two is needed, the earlier end counts.
-        weights: how often each kind is drawn; :data:`~.faults.WEIGHTS` if not given.
-        seconds: overrides how long timed faults last, from and to; short ones are as likely as long ones on a
-            logarithmic scale.
+        weights: how often each kind is drawn.
 
     Raises:
         ConfigError: a number that cannot be.
     """
-    weights = {kind: weight for kind, weight in (weights or WEIGHTS).items() if weight > 0}
+    weights = {kind: weight for kind, weight in weights.items() if weight > 0}
     if not (per_minute > 0 and math.isfinite(per_minute)):
         raise ConfigError(f"the rate of faults is {per_minute}: it must be a positive number per minute")
     if count is None and duration_s is None:
         raise ConfigError("faults by rate need an end: --count or --duration-s")
     if not weights:
         raise ConfigError("all weights of faults are 0: there is nothing to do")
-    ranges = {**SECONDS, **(seconds or {})}
     draw = random.Random(seed)
     kinds = sorted(weights, key=lambda kind: kind.value)
     faults: list[Fault] = []
@@ -59,7 +55,7 @@ def by_rate(
         if duration_s is not None and at_s > duration_s:
             break
         kind = _pick(kinds, weights, pick)
-        low, high = ranges.get(kind, (0.0, 0.0))
+        low, high = SECONDS.get(kind, (0.0, 0.0))
         lasting = low * (high / low) ** length if kind.timed else None
         faults.append(Fault(len(faults), at_s, kind, None, lasting, choice))
     return faults

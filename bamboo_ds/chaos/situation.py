@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from ..control.leader.boundary import ready_copies
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord, MemberRecord
-from ..errors import ConfigError
 from ..topology import Plan
 
 
@@ -102,39 +101,3 @@ class JobSituation:
         if waiting:
             return f"{', '.join(waiting)} wait to be admitted"
         return None
-
-
-@dataclass(frozen=True)
-class Hosts:
-    """Which host a slot counts as being on, where hosts are simulated.
-
-    Attributes:
-        named: host by slot.
-        slots_per_host: where given, slots that ``named`` does not list are on hosts of so many slots.
-    """
-
-    named: Mapping[int, str] = field(default_factory=dict)
-    slots_per_host: int | None = None
-
-    @classmethod
-    def parse(cls, groups: Collection[str], slots_per_host: int | None) -> Hosts:
-        """Of ``NAME=SLOT,SLOT,...`` each; raises :class:`ConfigError`."""
-        named: dict[int, str] = {}
-        for group in groups:
-            name, equals, slots = group.partition("=")
-            parts = [slot.strip() for slot in slots.split(",")]
-            if not (name and equals and all(part.isdecimal() for part in parts)):
-                raise ConfigError(f"--host-of {group!r}: write NAME=SLOT,SLOT,...")
-            for slot in map(int, parts):
-                if slot in named:
-                    raise ConfigError(f"--host-of: slot {slot} is on {named[slot]} and on {name}")
-                named[slot] = name
-        return cls(named, slots_per_host)
-
-    def of(self, record: MemberRecord) -> str:
-        """The host of a member."""
-        if record.slot in self.named:
-            return self.named[record.slot]
-        if self.slots_per_host is not None:
-            return f"host{record.slot // self.slots_per_host}"
-        return record.host

@@ -9,7 +9,7 @@ from ..control.registry.records import MemberRecord, in_slot_order
 from ..topology import Candidate, Plan, Role, holders_of, takeover
 from ..topology.planner import plan as next_plan
 from .faults import Fault, FaultKind, Target
-from .situation import Hosts, JobSituation
+from .situation import JobSituation
 
 
 @dataclass(frozen=True)
@@ -32,18 +32,20 @@ class Choice:
     Attributes:
         spare_holders: hit nobody whose loss would leave a stage without holder.
         min_members: nor anybody whose loss would leave fewer members.
-        spare_slots: never hit these.
-        hosts: which slots vanish together.
+        slots_per_host: so many slots are of one host, which is simulated; ``None``: hosts are what they are.
         nodes: member by node of a trace.
         reachable: whether a member's processes can be acted on.
     """
 
     spare_holders: bool = True
     min_members: int = 1
-    hosts: Hosts = field(default_factory=Hosts)
-    spare_slots: Collection[int] = ()
+    slots_per_host: int | None = None
     nodes: Mapping[str, str] = field(default_factory=dict)
     reachable: Callable[[MemberRecord], bool] = lambda record: True
+
+    def host(self, record: MemberRecord) -> str:
+        """The host that a member counts as being on."""
+        return record.host if self.slots_per_host is None else f"host{record.slot // self.slots_per_host}"
 
 
 def unheld_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Collection[int]]) -> tuple[Role, ...]:
@@ -103,7 +105,6 @@ def aim(fault: Fault, situation: JobSituation, at_risk: Collection[str], choice:
     if not fault.kind.aimed:
         return Aim(())
     groups = _groups(fault, situation, at_risk, choice)
-    groups = [group for group in groups if not any(record.slot in choice.spare_slots for record in group)]
     if not groups:
         return None
     first = int(fault.draw * len(groups))
@@ -132,8 +133,8 @@ def _groups(
     chosen = [record for record in alive if fault.target is None or _meant(fault.target, record, situation, choice)]
     if fault.kind is not FaultKind.HOST:
         return [[record] for record in chosen]
-    hosts = dict.fromkeys(choice.hosts.of(record) for record in chosen)
-    return [[record for record in alive if choice.hosts.of(record) == host] for host in hosts]
+    hosts = dict.fromkeys(choice.host(record) for record in chosen)
+    return [[record for record in alive if choice.host(record) == host] for host in hosts]
 
 
 def _meant(target: Target, record: MemberRecord, situation: JobSituation, choice: Choice) -> bool:
@@ -154,7 +155,7 @@ def _meant(target: Target, record: MemberRecord, situation: JobSituation, choice
         "leader": situation.leader,
         "slot": record.id if str(record.slot) == target.name else None,
         "member": target.name,
-        "host": record.id if choice.hosts.of(record) == target.name else None,
+        "host": record.id if choice.host(record) == target.name else None,
         "node": choice.nodes.get(target.name),
     }
     return record.id == meaning[target.what]

@@ -41,7 +41,6 @@ class Effect:
         delay_s: the longest iteration from the fault on, beyond the median of all.
         healed_s: from the loss to the plan in which every role is shadowed again, and ``healed_steps`` committed
             meanwhile.
-        alone: no other fault held a member or etcd still while the job paused.
     """
 
     record: FaultRecord
@@ -51,7 +50,6 @@ class Effect:
     delay_s: float | None = None
     healed_s: float | None = None
     healed_steps: int | None = None
-    alone: bool = True
 
 
 @dataclass
@@ -99,7 +97,7 @@ def verify(
     for event in events:
         job.fold(event)
     verdict.effects = [
-        _effect(record, causes.get(n, ()), job, steps, records)
+        _effect(record, causes.get(n, ()), job, steps)
         for n, record in enumerate(records)
         if record.outcome == "injected"
     ]
@@ -205,14 +203,11 @@ def _check_losses(events: Sequence[Event], records: Sequence[FaultRecord], verdi
             length = max(record.seconds or 0.0 for record in found)
             kinds = ", ".join(record.kind.value for record in found)
             verdict.problems.append(f"{what} though it was hit for {length:.2f} s only ({kinds})")
-    members: set[str] = set()
     plans = _of(events, PlanWritten)
-    for plan in plans:
-        members |= set(plan.members)
-    final = set(plans[-1].members) if plans else set()
+    final = plans[-1].members if plans else ()
     for member, found in hits.items():
         lethal = [record for record in found if record.kind.lethal]
-        if lethal and member in members and member in final:
+        if lethal and member in final:
             verdict.problems.append(f"{member} was hit by {lethal[0].kind.value}, but the last plan lists it")
 
 
@@ -256,15 +251,11 @@ def _causes(events: Sequence[Event], records: Sequence[FaultRecord]) -> dict[int
     return found
 
 
-def _effect(
-    record: FaultRecord, lost: tuple[str, ...], job: JobModel, steps: Sequence[Step], records: Sequence[FaultRecord]
-) -> Effect:
+def _effect(record: FaultRecord, lost: tuple[str, ...], job: JobModel, steps: Sequence[Step]) -> Effect:
     effect = Effect(record, lost, delay_s=_delay(record, steps))
     if record.kind in (FaultKind.JOIN, FaultKind.NOTICE):
-        entered = [(plan.entered, plan.pause_seconds) for plan in _asked(record, job)]
-        pauses = [(end - pause, end) for end, pause in entered if end is not None and pause is not None]
-        longest = max((end - begin for begin, end in pauses), default=None)
-        return replace(effect, pause_s=longest, alone=_alone(record, pauses, records))
+        pauses = [plan.pause_seconds for plan in _asked(record, job) if plan.pause_seconds is not None]
+        return replace(effect, pause_s=max(pauses, default=None))
     found = [loss for loss in job.losses.views if set(lost) & {member.id for member in loss.members}]
     if not found or found[0].epoch is None:
         return effect
@@ -276,24 +267,13 @@ def _effect(
     # Where another loss interrupts the recovery, members recover from both at once.
     details = (job.losses.detail(each.number) for each in job.losses.views if each.number >= loss.number)
     taken = next((each for each in details if each is not None and each.survivors), None)
-    ends = [(each.time - each.redo_seconds, each.pause_seconds) for each in taken.survivors] if taken else []
     return replace(
         effect,
         pause_s=taken.loss.pause_seconds if taken else None,
         redo_s=taken.loss.redo_seconds if taken else None,
         healed_s=healed_s,
         healed_steps=healed_steps,
-        alone=_alone(record, [(end - pause, end) for end, pause in ends], records),
     )
-
-
-def _alone(record: FaultRecord, pauses: Sequence[tuple[float, float]], records: Sequence[FaultRecord]) -> bool:
-    """Whether no other timed fault fell into the ``pauses`` of members that the fault of ``record`` caused."""
-    if not pauses:
-        return True
-    first, last = min(begin for begin, _ in pauses), max(end for _, end in pauses)
-    others = [d for d in records if d is not record and d.kind.timed and d.outcome == "injected"]
-    return not any(d.time is not None and d.time <= last and first <= d.time + (d.seconds or 0) for d in others)
 
 
 def _delay(record: FaultRecord, steps: Sequence[Step]) -> float | None:

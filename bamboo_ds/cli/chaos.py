@@ -50,24 +50,20 @@ Exit codes:
 @click.option("--count", type=click.IntRange(min=1), help="How many faults, with --rate.")
 @click.option("--duration-s", type=click.FloatRange(min=0, min_open=True), help="Up to when, with --rate.")
 @click.option("--weight", "weights", multiple=True, metavar="KIND=W", help="Only these kinds, that often.")
-@click.option("--seconds", "lengths", multiple=True, metavar="KIND=LOW:HIGH", help="How long faults of a kind last.")
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False), help="File of lines ms,add|remove,node.")
 @click.option("--compress", type=float, default=1.0, show_default=True, help="How many times faster than the trace.")
 @click.option("--limit", type=click.IntRange(min=1), help="Most nodes of the trace.  [default: the job's roles]")
 @click.option("--script", type=click.Path(exists=True, dir_okay=False), help="File of JSON lines.")
 @click.option("--spare-holders/--no-spare-holders", default=True, show_default=True, help="Keep a holder per stage.")
 @click.option("--min-members", type=click.IntRange(min=1), default=1, show_default=True, help="Spare the last ones.")
-@click.option("--spare-slot", "spare_slots", type=int, multiple=True, help="Never hit it; may be repeated.")
 @click.option("--timeout-s", type=click.FloatRange(min=0), default=60.0, show_default=True, help="A fault waits so"
               " long until the job can bear it.")  # fmt: skip
 @click.option("--one-at-a-time", is_flag=True, help="Every fault waits until the job has healed.")
 @click.option("--keep", type=click.IntRange(min=0), default=0, help="Start joiners to keep up so many members.")
-@click.option("--host-of", multiple=True, metavar="NAME=SLOT,SLOT..", help="Simulate a host; may be repeated.")
 @click.option("--slots-per-host", type=click.IntRange(min=1), help="Simulate hosts of so many slots.")
 @click.option("--events", type=click.Path(dir_okay=False), help="The job's events.  [default: asked of its agents]")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out/chaos"), show_default=True,
-              help="Folder for journal, report, picture and output of joiners.")  # fmt: skip
-@click.option("--picture/--no-picture", default=True, show_default=True, help="Draw chaos.png.")
+              help="Folder for journal, report and output of joiners.")  # fmt: skip
 @click.option("--wait/--no-wait", default=True, show_default=True, help="For the end of the job, before verifying.")
 @click.option("--ready-s", type=click.FloatRange(min=0), default=120.0, show_default=True, help="For its first step.")
 @click.option("--dry-run", is_flag=True, help="Only print the faults, as a script.")
@@ -79,12 +75,9 @@ def chaos(
     count: int | None,
     duration_s: float | None,
     weights: tuple[str, ...],
-    lengths: tuple[str, ...],
     trace: str | None,
     compress: float,
     script: str | None,
-    host_of: tuple[str, ...],
-    slots_per_host: int | None,
     out: Path,
     dry_run: bool,
     **others: Any,
@@ -97,8 +90,9 @@ def chaos(
         raise ConfigError("give one of --rate, --trace and --script")
     # Only now: gRPC and the rest take their time to load.
     from ..chaos import campaign
+    from ..chaos.runner import Conduct
     from ..chaos.schedule import by_rate, parse_script, parse_trace
-    from ..chaos.situation import Hosts
+    from ..chaos.sparing import Choice
 
     if dry_run and trace is not None:
         raise ConfigError("--dry-run needs --rate or --script: what a trace does depends on the job")
@@ -108,22 +102,17 @@ def chaos(
     elif script is not None:
         faults = parse_script(Path(script).read_text(), script, seed)
     elif rate is not None:
-        faults = by_rate(
-            rate,
-            seed,
-            count=count,
-            duration_s=duration_s,
-            weights=campaign.parse_weights(weights),
-            seconds=campaign.parse_seconds(lengths),
-        )
+        faults = by_rate(rate, seed, count=count, duration_s=duration_s, weights=campaign.parse_weights(weights))
     if dry_run:
         for fault in faults:
             click.echo(campaign.script_line(fault))
         return
+    spared = {name: others.pop(name) for name in ("spare_holders", "min_members", "slots_per_host")}
+    paced = {name: others.pop(name) for name in ("timeout_s", "one_at_a_time", "keep", "ready_s")}
     options = campaign.CampaignOptions(
         location=_location(job, store),
         out=out.resolve(),
-        hosts=Hosts.parse(host_of, slots_per_host),
+        conduct=Conduct(Choice(**spared), **paced),
         compress=compress,
         complete=duration_s is None,
         title=_title(rate, trace, script, seed, compress),

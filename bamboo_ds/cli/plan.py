@@ -33,8 +33,8 @@ from ..topology import (
     undivided,
     with_redundancy,
 )
-from ..topology.board import Holders
 from ..topology.planner import plan as next_plan
+from ..topology.question import Holders
 from .options import read_job, running_job
 from .output import console
 
@@ -43,55 +43,50 @@ _VISIBLE = 0.001
 _GIVEN = click.core.ParameterSource.COMMANDLINE
 
 
-class HoldersReport(BaseModel):
-    """A role's holders now and in the next plan."""
-
+class _Told(BaseModel):
     model_config = ConfigDict(frozen=True)
 
+
+class _OfRole(_Told):
     pipeline: int
     stage: int
+
+
+class HoldersReport(_OfRole):
+    """A role's holders now and in the next plan."""
+
     owner: str
     shadow: str | None
     next_owner: str
     next_shadow: str | None
 
 
-class DividedReport(BaseModel):
+class DividedReport(_OfRole):
     """Blocks of a stage that its shadow is to compute: from ``begin`` to before ``end``."""
 
-    model_config = ConfigDict(frozen=True)
-
-    pipeline: int
-    stage: int
     member: str
     begin: int
     end: int
     blocks: int
 
 
-class MoveReport(BaseModel):
+class MoveReport(_OfRole):
     """A copy of a stage's state; ``bytes`` is ``None`` where unknown."""
 
-    model_config = ConfigDict(frozen=True)
-
-    pipeline: int
-    stage: int
     source: str
     destination: str
     bytes: int | None
 
 
-class MemoryReport(BaseModel):
+class MemoryReport(_Told):
     """What a member may hold of stages, and what it holds under the next plan, in bytes."""
-
-    model_config = ConfigDict(frozen=True)
 
     member: str
     limit: int
     held: int
 
 
-class PlanReport(BaseModel):
+class PlanReport(_Told):
     """What ``bamboo plan --json`` prints.
 
     Attributes:
@@ -110,8 +105,6 @@ class PlanReport(BaseModel):
             take.
         reasons: one sentence per change, and per rule that cannot be met.
     """
-
-    model_config = ConfigDict(frozen=True)
 
     job: str | None
     epoch: int

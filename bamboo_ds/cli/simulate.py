@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import shlex
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import NoneType
 from typing import TYPE_CHECKING, Any, get_args
@@ -76,8 +76,6 @@ def _made(model: type[Found], options: dict[str, Any]) -> Found:
               " spare nodes and checkpoint intervals of each policy, and say whether it is worth it.")  # fmt: skip
 @click.option("--at-least", type=click.FloatRange(min=0), help="Samples per second that jobs of a --sweep have to do."
               "  [default: 0.8 of those of the fastest]")  # fmt: skip
-@click.option("--measured", type=click.Path(exists=True, dir_okay=False, path_type=Path), help="Simulate a recorded"
-              " run again, a file of JSON, and compare.")  # fmt: skip
 @click.option("--events", type=click.Path(dir_okay=False, path_type=Path), help="Write the events of the first policy's"
               " job, which the other commands read.")  # fmt: skip
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -94,7 +92,6 @@ def simulate(
     seeds: int | None,
     sweep: bool,
     at_least: float | None,
-    measured: Path | None,
     events: Path | None,
     as_json: bool,
     **others: Any,
@@ -105,54 +102,36 @@ def simulate(
     accounting are those of real jobs; how long passes, messages and starts take is assumed.
     """
     # Only now: what schedules are made of takes its time to load.
-    from ..simulate import measured as recorded
     from ..simulate.sweep import Sweep, swept_policies
     from . import simulate_view as view
 
-    rows: Sequence[recorded.Row] = ()
-    if measured is not None:
-        _only("--measured has its nodes, its profile and its policies", {"measured", "events", "as_json"})
-        run = recorded.load(measured)
-        report, outcomes = recorded.simulation(run).run(list(run.policies), recorded.PHASES)
-        rows = recorded.compare(run, report)
-    else:
-        fixed_s = others["checkpoint_s"]
-        nodes, terms = _made(Nodes, others), _made(Terms, others)
-        config = (bamboo_config(config_file) if config_file else None) or BambooConfig()
-        types = _types(instances, nodes, profile_of(profile_name, memory_gib), terms, config, limit if sweep else None)
-        names = [name.strip() for name in policies.split(",") if name.strip()]
-        if not names or len(set(names)) != len(names):
-            raise ConfigError(f"--policy {policies!r}: name at least one, and each once")
-        if sweep:
-            if events is not None:
-                raise ConfigError("--events: those of one job, and a --sweep tries many: leave out one of them")
-            search = Sweep(
-                types,
-                swept_policies(names),
-                pipelines,
-                stages,
-                seeds or _SEEDS,
-                at_least,
-                fixed_s,
-                _tell,
-            )
-            swept = search.run()
-            again = _again(swept.ranking[0], swept.seeds) if swept.paste is not None else None
-            click.echo(swept.model_dump_json()) if as_json else view.show_sweep(swept, again)
-            return
-        if len(types) > 1 or at_least is not None:
-            raise ConfigError("several --instance, and --at-least: only with --sweep")
-        (only,) = types.values()
-        report, outcomes = only.but(pipelines=pipelines, stages=stages, limit=limit).run(names, seeds or 1)
+    fixed_s = others["checkpoint_s"]
+    nodes, terms = _made(Nodes, others), _made(Terms, others)
+    config = (bamboo_config(config_file) if config_file else None) or BambooConfig()
+    types = _types(instances, nodes, profile_of(profile_name, memory_gib), terms, config, limit if sweep else None)
+    names = [name.strip() for name in policies.split(",") if name.strip()]
+    if not names or len(set(names)) != len(names):
+        raise ConfigError(f"--policy {policies!r}: name at least one, and each once")
+    if sweep:
+        if events is not None:
+            raise ConfigError("--events: those of one job, and a --sweep tries many: leave out one of them")
+        tried = swept_policies(names)
+        swept = Sweep(types, tried, pipelines, stages, seeds or _SEEDS, at_least, fixed_s, _tell).run()
+        again = _again(swept.ranking[0], swept.seeds) if swept.paste is not None else None
+        click.echo(swept.model_dump_json()) if as_json else view.show_sweep(swept, again)
+        return
+    if len(types) > 1 or at_least is not None:
+        raise ConfigError("several --instance, and --at-least: only with --sweep")
+    (only,) = types.values()
+    report, outcomes = only.but(pipelines=pipelines, stages=stages, limit=limit).run(names, seeds or 1)
     if events is not None:
         if not outcomes:
             raise ConfigError("--events: on-demand and limit have no events; name another policy first")
         _write(events, next(iter(outcomes.values())).events)
     if as_json:
-        shown = report.model_dump(mode="json")
-        click.echo(json.dumps({**shown, "measured": [row.model_dump() for row in rows]} if rows else shown))
+        click.echo(json.dumps(report.model_dump(mode="json")))
     else:
-        view.show(report, rows)
+        view.show(report)
 
 
 def _tell(text: str) -> None:
@@ -164,13 +143,6 @@ def _given() -> dict[str, click.Parameter]:
     context = click.get_current_context()
     sources = {str(each.name): (each, context.get_parameter_source(str(each.name))) for each in context.command.params}
     return {name: each for name, (each, where) in sources.items() if where is click.core.ParameterSource.COMMANDLINE}
-
-
-def _only(why: str, allowed: Collection[str]) -> None:
-    """Raise :class:`ConfigError` if options are given that are none of ``allowed``."""
-    given = [parameter.opts[0] for name, parameter in _given().items() if name not in allowed]
-    if given:
-        raise ConfigError(f"{why}: leave out {', '.join(given)}")
 
 
 def _again(best: Ranked, seeds: int) -> str | None:

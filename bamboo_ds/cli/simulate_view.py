@@ -10,7 +10,6 @@ import click
 from rich.table import Table
 
 from ..observe.words import counted
-from ..simulate.measured import Row
 from ..simulate.profile import GIB
 from ..simulate.results import Ranked, Swept
 from ..simulate.run import PolicyReport, Report
@@ -23,11 +22,11 @@ _LEFT = {"policy", "instance", "blocks"}
 _LONG = {"nodes", "samples", "of the limit", "lost s", "redone s", "restarts"}
 
 
-def show(report: Report, rows: Sequence[Row]) -> None:
-    """Print what policies come to, and predictions beside what was measured."""
+def show(report: Report) -> None:
+    """Print what policies come to."""
     _print([({"policy": name}, each) for name, each in report.policies.items()])
     idle = chain.from_iterable(_troubles(name, policy) for name, policy in report.policies.items())
-    click.echo("\n".join([*_facts(report), *map(_unmodelled, report.unmodelled), *idle, *map(str, rows)]))
+    click.echo("\n".join([*_facts(report), *map(_unmodelled, report.unmodelled), *idle]))
 
 
 def show_sweep(swept: Swept, again: str | None) -> None:

@@ -38,9 +38,9 @@ from .instructions import (
     StepReplica,
     UseRole,
 )
-from .orders import ordered
-from .progress import Finished, Hosts, RoleProgress, finished, hosts, not_begun
-from .redundant import Placement, backward_step, forward_step
+from .orders import Kind, ordered
+from .progress import Finished, Hosts, RoleProgress, beside, finished, hosts, not_begun
+from .redundant import Placement, pass_step
 
 Program = tuple[PipeInstruction, ...]
 
@@ -146,7 +146,6 @@ def _member_program(
         members: who computes each part of ``done``.
     """
     layout = plan.world
-    width, last_stage = layout.pipelines, layout.stages - 1
     divided = [role for rank, role in enumerate(layout.roles) if len(set(members[rank])) > 1]
     program: list[PipeInstruction] = []
     current: tuple[Role, int] | None = None
@@ -157,23 +156,13 @@ def _member_program(
             program.append(UseRole(role, part))
             current = role, part
 
-    def beside(rank: int, index: int, step: int) -> tuple[int, int] | None:
-        """Rank and number of the part before (``step`` -1) or after a part of a role."""
-        if 0 <= index + step < len(done[rank]):
-            return rank, index + step
-        rank += step * width
-        return (rank, len(done[rank]) - 1 if step < 0 else 0) if 0 <= rank < layout.size else None
-
-    def receivers(rank: int, index: int) -> tuple[int, int]:
-        """First micro-batch whose activation the next and whose gradient the previous part still needs."""
-        after, before = beside(rank, index, +1), beside(rank, index, -1)
-        activation = micro_batches if after is None else done[after[0]][after[1]].forwards
-        gradient = micro_batches if before is None else done[before[0]][before[1]].backwards
-        return activation, gradient
-
-    def local(rank: int, index: int, step: int) -> bool:
-        other = beside(rank, index, step)
-        return other is not None and members[other[0]][other[1]] == member
+    def needed(rank: int, index: int, kind: Kind) -> int:
+        """First micro-batch whose result of a pass the part that it goes to still needs."""
+        other = beside(layout, done, rank, index, +1 if kind == "F" else -1)
+        if other is None:
+            return micro_batches
+        part = done[other[0]][other[1]]
+        return part.forwards if kind == "F" else part.backwards
 
     for role in plan.owned_by(member):
         if role in divided:
@@ -183,26 +172,28 @@ def _member_program(
     for rank, role in enumerate(layout.roles):
         for index, part in enumerate(done[rank]):
             if members[rank][index] == member:
-                activation, gradient = receivers(rank, index)
-                resends: list[PipeInstruction] = [ResendActivation(m) for m in range(activation, part.forwards)]
-                resends += [ResendGrad(m) for m in range(gradient, part.backwards)]
+                resends: list[PipeInstruction] = [
+                    *(ResendActivation(m) for m in range(needed(rank, index, "F"), part.forwards)),
+                    *(ResendGrad(m) for m in range(needed(rank, index, "B"), part.backwards)),
+                ]
                 if resends:
                     use(role, part.begin)
                     program += resends
 
     for role, kind, m, begin in ordered(layout, members, micro_batches, done, costs=plan.costs).get(member, ()):
         use(role, begin)
-        rank = layout.rank(role)
-        index = int(begin > 0)
-        first = role.stage == 0 and index == 0
-        last = role.stage == last_stage and index == len(done[rank]) - 1
-        activation, gradient = receivers(rank, index)
-        if kind == "F":
-            here = local(rank, index, -1)
-            program += forward_step(m, first=first, last=last, placement=placement, send=m >= activation, local=here)
-        else:
-            here = local(rank, index, +1)
-            program += backward_step(m, first=first, last=last, placement=placement, send=m >= gradient, local=here)
+        place = layout.rank(role), int(begin > 0)
+        before, after = (beside(layout, done, *place, step) for step in (-1, +1))
+        source = before if kind == "F" else after
+        program += pass_step(
+            kind,
+            m,
+            first=before is None,
+            last=after is None,
+            placement=placement,
+            send=m >= needed(*place, kind),
+            local=source is not None and members[source[0]][source[1]] == member,
+        )
 
     return (*program, *epilogue(plan, member, placement, divided))
 

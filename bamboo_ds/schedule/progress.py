@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
@@ -113,6 +113,20 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
 
 #: The members that compute the parts of every role, by rank.
 Hosts = tuple[tuple[str, ...], ...]
+
+
+def beside(
+    layout: Layout, parts: Sequence[Sequence[object]], rank: int, index: int, step: int
+) -> tuple[int, int] | None:
+    """Rank and number of the part before (``step`` -1) or after part ``index`` of a role, if there is one.
+
+    Args:
+        parts: of every role, by rank.
+    """
+    if 0 <= index + step < len(parts[rank]):
+        return rank, index + step
+    rank += step * layout.pipelines
+    return (rank, len(parts[rank]) - 1 if step < 0 else 0) if 0 <= rank < layout.size else None
 
 
 def hosts(plan: Plan, progress: Mapping[Role, RoleProgress]) -> Hosts:

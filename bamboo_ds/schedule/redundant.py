@@ -32,53 +32,38 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from .instructions import FillBubble, RedundantForward
+from .orders import Kind
 
 #: Where redundant forwards go: ``idle``, a :class:`FillBubble` before every receive, which runs them in measured idle
 #: time; ``fixed``, a :class:`RedundantForward` before every ``RecvGrad``, which lengthens the iteration; ``none``.
 Placement = Literal["idle", "fixed", "none"]
 
 
-def forward_step(
-    m: int, *, first: bool, last: bool, placement: Placement, send: bool = True, local: bool = False
+def pass_step(
+    kind: Kind, m: int, *, first: bool, last: bool, placement: Placement, send: bool = True, local: bool = False
 ) -> list[PipeInstruction]:
-    """Instructions around the forward pass of micro-batch ``m``.
+    """Instructions around a pass of micro-batch ``m``.
 
     Args:
+        kind: forward or backward.
         m: the micro-batch.
         first: the role is a first stage.
         last: the role is a last stage.
         placement: where redundant forwards go.
-        send: the next stage still needs the output.
-        local: the previous stage is on the same member, whose order has it computed by now: no bubble.
+        send: the stage that the result goes to, the next or of a backward pass the previous one, still needs it.
+        local: the stage that the input comes from is on the same member, whose order has it computed by now: no bubble.
     """
+    forward = kind == "F"
     step: list[PipeInstruction] = []
-    if not first:
+    if not (first if forward else last):
         if placement == "idle" and not local:
-            step.append(FillBubble("activation", buffer_id=m))
-        step.append(RecvActivation(m))
-    if first or last:
-        step.append(LoadMicroBatch(m))
-    step.append(ForwardPass(m))
-    if send and not last:
-        step.append(SendActivation(m))
-    return step
-
-
-def backward_step(
-    m: int, *, first: bool, last: bool, placement: Placement, send: bool = True, local: bool = False
-) -> list[PipeInstruction]:
-    """Instructions around the backward pass of micro-batch ``m``; arguments as for :func:`forward_step`.
-
-    ``send`` and ``local`` concern the gradient to the previous and from the next stage.
-    """
-    step: list[PipeInstruction] = []
-    if not last:
-        if placement == "idle" and not local:
-            step.append(FillBubble("grad", buffer_id=m))
-        elif placement == "fixed":
+            step.append(FillBubble("activation" if forward else "grad", buffer_id=m))
+        elif placement == "fixed" and not forward:
             step.append(RedundantForward())
-        step.append(RecvGrad(m))
-    step.append(BackwardPass(m))
-    if send and not first:
-        step.append(SendGrad(m))
+        step.append(RecvActivation(m) if forward else RecvGrad(m))
+    if forward and (first or last):
+        step.append(LoadMicroBatch(m))
+    step.append(ForwardPass(m) if forward else BackwardPass(m))
+    if send and not (last if forward else first):
+        step.append(SendActivation(m) if forward else SendGrad(m))
     return step

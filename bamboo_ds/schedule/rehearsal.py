@@ -14,7 +14,7 @@ from ..topology import Layout, Plan, Role
 from .instructions import ResendActivation, ResendGrad, UseRole
 from .orders import one_f_one_b
 from .program import Program
-from .redundant import backward_step, forward_step
+from .redundant import pass_step
 
 
 def rehearsal_sends(plan: Plan, member: str, roles: Collection[Role], micro_batches: int) -> Program:
@@ -35,8 +35,6 @@ def rehearsal_passes(layout: Layout, role: Role, micro_batches: int, forwards: i
     first, last = role.stage == 0, role.stage == layout.stages - 1
     program: list[PipeInstruction] = [UseRole(role)]
     for kind, m in one_f_one_b(micro_batches, layout.stages, role.stage):
-        if kind == "F" and m >= forwards:
-            program += forward_step(m, first=first, last=last, placement="none", send=False)
-        elif kind == "B" and m >= backwards:
-            program += backward_step(m, first=first, last=last, placement="none", send=False)
+        if m >= (forwards if kind == "F" else backwards):
+            program += pass_step(kind, m, first=first, last=last, placement="none", send=False)
     return tuple(program)

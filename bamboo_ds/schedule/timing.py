@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import ProtocolError
 from ..topology import BlockCosts, Layout, Role
 from .orders import Kind, Work, compute_order
-from .progress import Hosts, RoleProgress
+from .progress import Hosts, RoleProgress, beside
 
 #: Seconds that a member takes for a pass of blocks of a role: (role, kind, first block, the one behind, member).
 Seconds = Callable[[Role, Kind, int, int, str], float]
@@ -101,13 +101,6 @@ def needed(layout: Layout, begins: Sequence[Sequence[int]], work: Work) -> Work 
         work: the pass; ``None`` is returned if it needs none.
     """
     role, kind, m, begin = work
-    step = 1 if kind == "B" else -1
-    parts = begins[layout.rank(role)]
-    index = parts.index(begin) + step
-    if 0 <= index < len(parts):
-        return role, kind, m, parts[index]
-    stage = role.stage + step
-    if not 0 <= stage < layout.stages:
-        return None
-    other = Role(role.pipeline, stage)
-    return other, kind, m, begins[layout.rank(other)][0 if step > 0 else -1]
+    rank = layout.rank(role)
+    place = beside(layout, begins, rank, begins[rank].index(begin), 1 if kind == "B" else -1)
+    return None if place is None else (layout.roles[place[0]], kind, m, begins[place[0]][place[1]])

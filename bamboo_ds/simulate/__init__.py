@@ -10,7 +10,6 @@
 :mod:`.bamboo`    a job of this package
 :mod:`.baselines` checkpoint and restart, sample dropping, and the limits
 :mod:`.run`       policies over a market, by seeds, as a report
-:mod:`.measured`  predictions against what jobs have done
 :mod:`.instances` instance types, with what is simulated on them
 :mod:`.sweep`     every policy in its best arrangement
 :mod:`.results`   what comes out of that: ranks, the verdict, the block to paste

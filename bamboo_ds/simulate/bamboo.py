@@ -92,12 +92,14 @@ class BambooJob(SimulatedTraining):
         self._entered = False  # all members have entered the plan in force
         super().__init__(market, pace.profile, terms, seed)
         self._stretch: Stretch
+        self._placed: Plan  # to start with
         self._noticed: float | None = None  # the loss that the iteration under way was first interrupted by
         self._decided: object = None  # what the leader knew when it last had nothing to do
         self._built: set[tuple[int, str]] = set()  # copies that are complete
         self._copied: set[tuple[int, str]] = set()  # those that the leader knows of
         self._copying: _Copies | None = None  # of the plan in force, as far as they are not complete
-        self._restarted: RestartRecord | None = None  # the newest restart
+        self._restarting: RestartRecord | None = None  # the restart that the leader has begun
+        self._restarted: RestartRecord | None = None  # the newest one that has come to train
         self._furthest = 0  # the newest step that there ever was
         shares = [count * pace.state.copied for count in pace.parameters]
         self._copy_s = max(shares) / (terms.host_gb_s * 1e9)
@@ -174,30 +176,24 @@ class BambooJob(SimulatedTraining):
 
     # -- the job ------------------------------------------------------------------------------------------
 
-    def _gather(self, first: bool = False) -> Run:
-        restart: RestartRecord | None = None
-        while True:
-            if not first:
-                restart = yield from self._assigned()
-                yield from self._start_again(self.terms.restart_s + self._load_s)
-            chosen = self._candidates()
-            plan = placed(self._pace, chosen, self._config) if chosen else None
-            if plan is not None and self._pace.fits(plan):
-                break
-            crowded = "the states of its stages do not fit on the members that there are"
-            self.outcome.idle = crowded if chosen else "there are no members"
-            yield from self._wait()
-        self.outcome.idle = None
-        if first:
-            self._begin()
-        else:
-            self._restarted = restart
-            self._restore()
-        self._write(replace(plan, epoch=self.epoch + 1), "start")
+    def _restart(self) -> Run:
+        self._restarting = yield from self._assigned()
+        yield from self._start_again(self.terms.restart_s + self._load_s)
+
+    def _lacking(self) -> str | None:
+        chosen = self._candidates()
+        if not chosen:
+            return "there are no members"
+        self._placed = placed(self._pace, chosen, self._config)
+        crowded = "the states of its stages do not fit on the members that there are"
+        return None if self._pace.fits(self._placed) else crowded
+
+    def _go(self) -> None:
+        self._restarted = self._restarting
+        self._write(replace(self._placed, epoch=self.epoch + 1), "start")
         self._entered = True
         self._pace_up()
         self.more_s = self.terms.first_s
-        self._checkpoint_due = self.env.now + self.terms.checkpoint_s
 
     def _assigned(self) -> Run:
         """The restart that the leader begins, as soon as it does; one of a job that has ended never does."""
@@ -230,10 +226,7 @@ class BambooJob(SimulatedTraining):
         self.faster(len(self.plan.members), self.iteration_s)
 
     def _boundary(self) -> Run:
-        if self.env.now >= self._checkpoint_due:
-            begun, waits = self.env.now, not self._config.checkpoint.asynchronous
-            yield from self._checkpoint(self._copy_s, self._write_s, self.plan.owners, waits)
-            self._checkpoint_due = begun + self.terms.checkpoint_s
+        yield from self._save_if_due()
         arrived = self._copying is not None and self._copying.arrived
         self._complete()
         self._offer()
@@ -245,11 +238,11 @@ class BambooJob(SimulatedTraining):
         self._copied = set(self._built)
         self._lead()
 
-    @property
-    def _write_s(self) -> float:
-        """Seconds to write a checkpoint: each member an equal share, or what it cannot divide."""
+    def _save(self) -> Run:
+        # Each member writes an equal share, or what it cannot divide.
         whole = sum(self._pace.parameters) * self._pace.saved
-        return max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
+        write_s = max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
+        yield from self._checkpoint(self._copy_s, write_s, self.plan.owners, not self._config.checkpoint.asynchronous)
 
     def _change(self, action: WritePlan) -> Run:
         """Enter the plan that the leader has written since the last boundary."""

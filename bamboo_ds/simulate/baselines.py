@@ -195,9 +195,10 @@ class _StockJob(SimulatedTraining):
         self._emit(ev.Fatal, stages=[], members=list(lost), checkpoint=self.saved.path)
         self._enter([member for member in self.members if member not in lost])
 
-    def _save(self, now: Arrangement, whole: bool = False) -> Run:
-        copied_s = self.stock.copy_s(now.pipelines, now.stages)
-        yield from self._checkpoint(copied_s, self.stock.write_s(now.size), self.members, whole)
+    def _save(self, whole: bool = False) -> Run:
+        assert self.now is not None
+        copied_s = self.stock.copy_s(self.now.pipelines, self.now.stages)
+        yield from self._checkpoint(copied_s, self.stock.write_s(self.now.size), self.members, whole)
 
 
 class CheckpointRestart(_StockJob):
@@ -212,8 +213,10 @@ class CheckpointRestart(_StockJob):
     def _between_losses_s(self) -> float:
         return self.market.seconds / max(1, self.market.losses)
 
-    def _interval_s(self, now: Arrangement) -> float:
+    def _interval_s(self) -> float:
         """That of Young and Daly; not before the last checkpoint is written."""
+        now = self.now
+        assert now is not None
         optimum = young_daly_s(self.stock.copy_s(now.pipelines, now.stages), self._between_losses_s)
         return max(optimum, self.stock.write_s(now.size), now.seconds)
 
@@ -223,40 +226,36 @@ class CheckpointRestart(_StockJob):
         self._stop(self._absent())
         yield from self._gather()
 
-    def _gather(self, first: bool = False) -> Run:
-        while True:
-            best = self.stock.best(len(self.ready))
-            if best is None:
-                self.outcome.idle = "the states of its stages do not fit on the members that there are"
-                yield from self._wait()
-            elif first:
-                self._begin()
-                break
-            else:
-                restart_s = self.terms.restart_s + self.stock.load_s(best.pipelines, best.stages)
-                yield from self._start_again(restart_s, best.size)
-                best = self.stock.best(len(self.ready))
-                if best is not None:
-                    self._restore()
-                    break
-        self.outcome.idle = None
-        self._arranged(best, list(self.ready)[: best.size])
-        self._checkpoint_due = self.env.now + self._interval_s(best)
+    def _restart(self) -> Run:
+        while (best := self._best) is None:
+            self.outcome.idle = self._lacking()
+            yield from self._wait()
+        restart_s = self.terms.restart_s + self.stock.load_s(best.pipelines, best.stages)
+        yield from self._start_again(restart_s, best.size)
+
+    @property
+    def _best(self) -> Arrangement | None:
+        return self.stock.best(len(self.ready))
+
+    def _lacking(self) -> str | None:
+        return None if self._best else "the states of its stages do not fit on the members that there are"
+
+    def _go(self) -> None:
+        assert self._best is not None
+        self._arranged(self._best, list(self.ready)[: self._best.size])
 
     def _boundary(self) -> Run:
         now = self.now
         assert now is not None
-        best = self.stock.best(len(self.ready))
+        best = self._best
         saved_s = self.stock.copy_s(now.pipelines, now.stages) + self.stock.write_s(now.size)
         pause_s = saved_s + self.terms.restart_s + self.stock.load_s(now.pipelines, now.stages)
         if best is not None and (best.speed - now.speed) * self._between_losses_s > now.speed * pause_s:
             self._stop([])
-            yield from self._save(now, whole=True)
+            yield from self._save(whole=True)
             yield from self._gather()
-        elif self.env.now >= self._checkpoint_due:
-            begun = self.env.now
-            yield from self._save(now)
-            self._checkpoint_due = begun + self._interval_s(now)
+        else:
+            yield from self._save_if_due()
 
 
 class SampleDropping(_StockJob):
@@ -280,34 +279,28 @@ class SampleDropping(_StockJob):
         assert now is not None
         self._arranged(now, [member for pipeline in self._whole for member in pipeline], lost)
 
-    def _gather(self, first: bool = False) -> Run:
-        while True:
-            if not first:
-                restart_s = self.terms.restart_s + self.stock.load_s(self._most, self._stages)
-                yield from self._start_again(restart_s, self._most * self._stages)
-            pipelines = min(self._most, len(self.ready) // self._stages)
-            fits = self._arrangement(max(1, pipelines)) is not None
-            if pipelines and fits:
-                break
-            self.outcome.idle = f"there are not {self._stages} members" if fits else "its stages do not fit on members"
-            yield from self._wait()
-        self.outcome.idle = None
-        if first:
-            self._begin()
-        else:
-            self._restore()
+    def _restart(self) -> Run:
+        restart_s = self.terms.restart_s + self.stock.load_s(self._most, self._stages)
+        yield from self._start_again(restart_s, self._most * self._stages)
+
+    @property
+    def _able(self) -> int:
+        """Pipelines that there are members for."""
+        return min(self._most, len(self.ready) // self._stages)
+
+    def _lacking(self) -> str | None:
+        if self._arrangement(max(1, self._able)) is None:
+            return "its stages do not fit on members"
+        return None if self._able else f"there are not {self._stages} members"
+
+    def _go(self) -> None:
         nodes = list(self.ready)
         self._building.clear()
-        self._whole = [tuple(nodes[d * self._stages : (d + 1) * self._stages]) for d in range(pipelines)]
+        self._whole = [tuple(nodes[d * self._stages : (d + 1) * self._stages]) for d in range(self._able)]
         self._arrange()
-        self._checkpoint_due = self.env.now + self.terms.checkpoint_s
 
     def _boundary(self) -> Run:
-        assert self.now is not None
-        if self.env.now >= self._checkpoint_due:
-            begun = self.env.now
-            yield from self._save(self.now)
-            self._checkpoint_due = begun + self.terms.checkpoint_s
+        yield from self._save_if_due()
         self._building = {p: done for p, done in self._building.items() if all(node in self.ready for node in p)}
         complete = [pipeline for pipeline, done in self._building.items() if done]
         if complete:

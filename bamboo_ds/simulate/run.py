@@ -197,22 +197,17 @@ class Simulation:
         return max(stock, 2 * roles) if policy == LIMIT else stock
 
     def job(self, policy: str, market: Market, seed: int) -> SimulatedTraining:
-        """The job of a policy.
+        """The job of a policy, one that is simulated: not on-demand, nor limit.
 
         Raises:
-            ConfigError: there is no such policy.
+            ConfigError: it is this package's, and its pipelines have one stage.
         """
         if policy == RESTARTING:
             return CheckpointRestart(market, self.stock, self.terms, seed)
         if policy == DROPPING:
             return SampleDropping(market, self.stock, self.terms, seed, *self.size)
         name, _, mode = policy.partition(":")
-        if name not in (BAMBOO, WHOLE) or policy not in POLICIES:
-            raise ConfigError(f"--policy {policy}: there is none of this name; there are {', '.join(POLICIES)}")
-        config = self.config
-        if mode:
-            redundancy = config.redundancy.model_copy(update={"mode": RedundancyMode(mode)})
-            config = config.model_copy(update={"redundancy": redundancy})
+        config = self.config.overridden({"redundancy.mode": RedundancyMode(mode)}) if mode else self.config
         if self.size[1] < 2:
             raise ConfigError(
                 f"--policy {policy}: a pipeline of this package has two stages or more, and this job has --stages 1:"

@@ -143,9 +143,33 @@ class SimulatedTraining(ABC):
             except self._simpy.Interrupt:
                 yield from self._recover()
 
-    @abstractmethod
     def _gather(self, first: bool = False) -> Run:
         """Start, or start again, on the members that there are as soon as they are enough."""
+        while True:
+            if not first:
+                yield from self._restart()
+            self.outcome.idle = self._lacking()
+            if self.outcome.idle is None:
+                break
+            yield from self._wait()
+        if first:
+            self._emit(ev.RunStarted, members=max(1, len(self.ready)), command=[self.profile.name])
+        else:
+            self._restore()
+        self._go()
+        self._checkpoint_due = self.env.now + self._interval_s()
+
+    @abstractmethod
+    def _restart(self) -> Run:
+        """Wait for a restart, to its end."""
+
+    @abstractmethod
+    def _lacking(self) -> str | None:
+        """Why the job cannot train on the members that there are; ``None``: it can."""
+
+    @abstractmethod
+    def _go(self) -> None:
+        """Train on the members that there are from now on."""
 
     @abstractmethod
     def _boundary(self) -> Run:
@@ -302,6 +326,21 @@ class SimulatedTraining(ABC):
 
     # -- checkpoints --------------------------------------------------------------------------------------
 
+    def _interval_s(self) -> float:
+        """Seconds between the begins of two checkpoints."""
+        return self.terms.checkpoint_s
+
+    @abstractmethod
+    def _save(self) -> Run:
+        """A checkpoint."""
+
+    def _save_if_due(self) -> Run:
+        """A checkpoint, if one is due."""
+        if self.env.now >= self._checkpoint_due:
+            begun = self.env.now
+            yield from self._save()
+            self._checkpoint_due = begun + self._interval_s()
+
     def _checkpoint(self, copied_s: float, written_s: float, writers: Sequence[str], whole: bool = False) -> Run:
         """Copy to host memory, which training waits for, and write in the background.
 
@@ -332,10 +371,6 @@ class SimulatedTraining(ABC):
             self.saved = saved
             what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0}
             self._emit(ev.CheckpointSaved, epoch=epoch, **what)
-
-    def _begin(self) -> None:
-        """The workers start for the first time."""
-        self._emit(ev.RunStarted, members=max(1, len(self.ready)), command=[self.profile.name])
 
     def _restore(self) -> None:
         """The workers start again, from the newest checkpoint."""

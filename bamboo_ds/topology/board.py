@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
-from .costs import Costs, Roster
 from .partition import SLACK
-from .plan import Plan
+from .question import Question
 from .roles import Layout, Role
-from .room import Room
-
-Holders = Mapping[int, Collection[str]]
 
 
 class Board:
@@ -19,6 +15,7 @@ class Board:
     Attributes:
         owners: owner by rank; ``None`` where a role lies nowhere yet.
         loads: seconds per micro-batch by usable member.
+        redundant: roles have replicas.
         beside: ranks of the stages before and after each role.
         adjacent: ranks that are well co-hosted with each role: those beside it, and its stage in the pipelines beside.
         left: bytes that members with a limit may hold besides.
@@ -26,11 +23,11 @@ class Board:
             gone; while copies are made they hold both.
     """
 
-    def __init__(self, previous: Plan, roster: Roster, costs: Costs, holders: Holders, room: Room) -> None:
+    def __init__(self, question: Question) -> None:
+        previous, roster, room = question.previous, question.roster, question.room
         self.layout: Layout = previous.world
         self.roster = roster
-        self.seconds = [costs.time(role.stage) for role in self.layout.roles]
-        self.weights = [costs.weight(role.stage) for role in self.layout.roles]
+        self.seconds, self.weights, self.redundant = question.seconds, question.weights, question.policy.redundant
         self.beside = [[self.layout.rank(other) for other in beside(self.layout, role)] for role in self.layout.roles]
         twins = [[p for p in (d - 1, d + 1) if 0 <= p < self.layout.pipelines] for d in range(self.layout.pipelines)]
         self.adjacent = [
@@ -40,10 +37,7 @@ class Board:
         self.owners: list[str | None] = [None] * self.layout.size
         self.loads = {member.id: 0.0 for member in roster.usable}
         self._previous = previous
-        self._holders = [
-            self._in_order(rank, [m for m in holders.get(rank, ()) if m in roster.order])
-            for rank in range(self.layout.size)
-        ]
+        self._holders = [question.held(rank) for rank in range(self.layout.size)]
         self._guests: dict[str, tuple[int, ...]] = {}
         self._room = room
         self.exchanging = False
@@ -174,11 +168,6 @@ class Board:
         """Known zones of the owners of the stages before and after the role."""
         owners = (self.owners[other] for other in self.beside[rank])
         return {self.roster.everyone[owner].zone for owner in owners if owner is not None} - {""}
-
-    def _in_order(self, rank: int, holders: Collection[str]) -> list[str]:
-        """The role's owner, its shadow, then the other holders."""
-        first = (self._previous.owners[rank], self._previous.shadows[rank] if self._previous.shadows else None)
-        return sorted(holders, key=lambda m: (first.index(m) if m in first else 2, self.roster.order[m]))
 
 
 def beside(layout: Layout, role: Role) -> list[Role]:

@@ -74,7 +74,7 @@ class Costs:
 
     def weight(self, stage: int) -> int:
         """Cost of a copy of ``stage`` in comparisons: its bytes, at least 1, since no copy is free."""
-        return max(1, self.state_bytes[stage]) if self.state_bytes else 1
+        return max(1, self.size(stage))
 
     def size(self, stage: int) -> int:
         """Bytes of state of ``stage``; 0 where unknown."""
@@ -116,6 +116,7 @@ class Roster:
         everyone: all living members by id, also those that are leaving.
         order: position in ``usable`` by id.
         hosts: hosts of ``usable``.
+        zones, domains: availability zone, empty where unknown, and failure domain of each of these, by id.
 
     Raises:
         ConfigError: no member, or two of one id.
@@ -131,6 +132,8 @@ class Roster:
         self.usable = tuple(member for member in ordered if not member.leaving) or tuple(ordered)
         self.order = {member.id: position for position, member in enumerate(self.usable)}
         self.hosts = frozenset(member.host for member in self.usable)
+        self.zones = {member.id: member.zone for member in self.usable}
+        self.domains = {member.id: self.domain(member.id) for member in self.usable}
 
     def domain(self, member: str) -> str:
         """Failure domain that a role's owner and shadow must not share: the host, or on a single host the member."""

@@ -15,12 +15,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from heapq import nsmallest
 
-from .board import Holders
-from .costs import Costs, Policy, Roster
+from .costs import Costs, Roster
 from .lending import Cuts, Graph, Ground, Lending
 from .partition import SLACK
 from .plan import Lent, Plan
-from .room import Room
+from .question import Holders, Question
 
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
@@ -62,16 +61,12 @@ class Divider:
     """Divides the stages of what the planner makes of one plan.
 
     Args:
-        previous: the plan before; what it lends stays where it can.
-        roster: the members.
-        costs: of the stages.
-        policy: the user's wishes.
-        room: what members may hold.
+        question: what is asked for, whoever holds copies. What its previous plan lends stays where it can.
     """
 
-    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy, room: Room) -> None:
-        self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
-        self._room = room
+    def __init__(self, question: Question) -> None:
+        self._previous, self._roster, self._costs = question.previous, question.roster, question.costs
+        self._policy, self._room = question.policy, question.room
         #: By owners and shadows: the planner asks about the same ones several times.
         self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Lending] = {}
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .board import Holders, beside
+from .board import beside
 from .costs import Candidate, Costs, Roster, predicted_s
 from .moves import holders_of, moves
 from .plan import Plan
+from .question import Holders
 from .roles import Role
 from .room import Room
 

@@ -7,23 +7,13 @@ from collections.abc import Sequence
 from itertools import groupby
 from math import inf
 
-from .board import Holders
-from .costs import Roster
-from .plan import Plan
-from .room import Room
+from .question import Question
 
 #: How many exchanges of replicas are looked at in all, for roles that find no member with room.
 _EXCHANGES = 4_000
 
 
-def fitted(
-    previous: Plan,
-    owners: Sequence[str],
-    wanted: Sequence[str | None],
-    roster: Roster,
-    holders: Holders,
-    room: Room,
-) -> tuple[str | None, ...]:
+def fitted(question: Question, owners: Sequence[str], wanted: Sequence[str | None]) -> tuple[str | None, ...]:
     """The shadow of every role; ``None`` where no member has room for the replica.
 
     Replicas that are wanted where they are come first, then large ones, which find room least easily; or small ones, of
@@ -32,26 +22,23 @@ def fitted(
     copy. What is left gets the room of replicas that their members lose anyway, or that find room elsewhere.
 
     Args:
-        previous: the plan before.
+        question: what is asked for.
         owners: settled ones; room for what they own is not given away.
         wanted: the shadows that would be best.
-        roster: the members.
-        holders: valid copies by rank.
-        room: what members may hold.
     """
     found: list[tuple[str | None, ...]] = []
     for sign in (-1, 1):
-        found.append(_Fitting(previous, owners, roster, holders, room).placed(wanted, sign))
+        found.append(_Fitting(question, owners).placed(wanted, sign))
         if None not in found[-1]:
             break
     return min(found, key=lambda shadows: shadows.count(None))
 
 
 class _Fitting:
-    def __init__(self, previous: Plan, owners: Sequence[str], roster: Roster, holders: Holders, room: Room) -> None:
-        self._owners, self._roster, self._holders, self._room = owners, roster, holders, room
-        self._previous = previous
-        self._former = previous.shadows or (None,) * len(owners)
+    def __init__(self, question: Question, owners: Sequence[str]) -> None:
+        previous, roster, room = question.previous, question.roster, question.room
+        self._owners, self._roster, self._room = owners, roster, room
+        self._question, self._previous = question, previous
         self._shadows: list[str | None] = [None] * len(owners)
         self._guests: dict[str, list[int]] = {}
         before = [*enumerate(previous.owners), *enumerate(previous.shadows)]
@@ -63,7 +50,7 @@ class _Fitting:
         self._copying = room.left(previous.owners, previous.shadows, copied)
         self._exchanging = room.left(previous.owners, (), copied)
         for rank, owner in enumerate(owners):
-            if owner == self._former[rank] and owner in self._exchanging:
+            if owner == question.shadow(rank) and owner in self._exchanging:
                 self._exchanging[owner] -= room.shadowed(rank, owner)
         self._at_home: dict[int | None, list[str]] = {}
         for member in roster.order:
@@ -90,8 +77,8 @@ class _Fitting:
 
     def _wishes(self, rank: int, wanted: str | None) -> list[str]:
         """Members that are asked first: the wanted one, then those that hold the role."""
-        held = [member for member in self._holders.get(rank, ()) if member in self._roster.order]
-        held.sort(key=lambda member: (member != self._former[rank], self._roster.order[member]))
+        former, order = self._question.shadow(rank), self._roster.order
+        held = sorted(self._question.held(rank), key=lambda member: (member != former, order[member]))
         return list(dict.fromkeys((*([wanted] if wanted is not None else []), *held)))
 
     def _entry(self, member: str) -> tuple[float, int]:

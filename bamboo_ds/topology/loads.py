@@ -11,11 +11,10 @@ class Loads:
 
     Args:
         loads: by member. Where members have as much as others, those named first come first.
-        groups: of the members, for :meth:`least`.
     """
 
-    def __init__(self, loads: Mapping[str, float], groups: Mapping[str, str] | None = None) -> None:
-        self._loads, self._groups = dict(loads), groups or {}
+    def __init__(self, loads: Mapping[str, float]) -> None:
+        self._loads = dict(loads)
         self._members = list(loads)
         self._places = {member: place for place, member in enumerate(loads)}
         self._ranking = sorted(zip(loads.values(), range(len(loads)), strict=True))
@@ -43,10 +42,10 @@ class Loads:
         above = self._ranking[bisect_left(self._ranking, (limit, -1)) :]
         return [self._members[place] for place in sorted([place for _, place in above])[:count]]
 
-    def least(self, excluded: Collection[str] = ()) -> str | None:
-        """The member with least whose group is not ``excluded``, if any."""
+    def least(self, groups: Mapping[str, str] | None = None, excluded: Collection[str] = ()) -> str | None:
+        """The member with least, of those of ``groups`` that are not ``excluded``; ``None``: there is none."""
         members = (self._members[place] for _, place in self._ranking)
-        return next((member for member in members if self._groups.get(member) not in excluded), None)
+        return next((member for member in members if groups is None or groups[member] not in excluded), None)
 
     def add(self, member: str, amount: float) -> None:
         """Give ``member`` more, or less."""

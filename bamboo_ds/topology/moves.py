@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
-from .board import Holders
 from .costs import Costs
 from .plan import Plan
+from .question import Holders
 
 
 @dataclass(frozen=True)

@@ -5,32 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from heapq import heapify, heappop, heappush, heapreplace
 
-from .board import Board, Holders
-from .costs import Costs, Roster
+from .board import Board
 from .loads import Loads
 from .packing import packed
 from .partition import SLACK, fast_enough, partition
-from .plan import Plan
-from .room import Room
+from .question import Question
 
 
-def place_owners(
-    previous: Plan, roster: Roster, costs: Costs, holders: Holders, min_gain: float, redundant: bool, room: Room
-) -> tuple[str, ...]:
+def place_owners(question: Question, min_gain: float) -> tuple[str, ...]:
     """The owner of every role, all of them usable members.
 
     Roles whose owners are usable stay where they are, unless moving some makes the slowest member faster by a
     share of ``min_gain``, or their owners may not hold them.
     """
-    board = Board(previous, roster, costs, holders, room)
-    still = _settled(board, redundant)
-    best, bins = partition(board.seconds, len(roster.usable))
+    board = Board(question)
+    still = _settled(board)
+    best, bins = partition(board.seconds, len(board.roster.usable))
     enough = fast_enough(best, min_gain)
     if still.within and still.slowest <= enough * (1 + SLACK):
         return _owners(still)
     # Next to the best: worth a change, and leaving nothing to gain that would be worth another.
     for limit in (best, min(enough, still.slowest * (1 - min_gain))):
-        moved = _levelled(board, limit, redundant)
+        moved = _levelled(board, limit)
         if moved.within and moved.slowest <= limit * (1 + SLACK):
             return _owners(moved)
     return _owners(packed(board, still, min_gain) if board.left else _from_scratch(board, bins))
@@ -41,14 +37,14 @@ def _owners(board: Board) -> tuple[str, ...]:
     return tuple(str(owner) for owner in board.owners)
 
 
-def _settled(board: Board, redundant: bool) -> Board:
+def _settled(board: Board) -> Board:
     """Only the homeless roles are placed; all others stay."""
     ranks = board.homeless
     if not ranks:
         return board
     _, level = _spread(board, ranks)
     limit = max(board.slowest, level)
-    cheap = _placed(board, limit, redundant)
+    cheap = _placed(board, limit)
     if cheap.slowest <= limit * (1 + SLACK):
         return cheap
     fast = board.copy()
@@ -57,12 +53,12 @@ def _settled(board: Board, redundant: bool) -> Board:
     return fast
 
 
-def _levelled(board: Board, limit: float, redundant: bool) -> Board:
+def _levelled(board: Board, limit: float) -> Board:
     """Members above ``limit`` give roles away. The result may still exceed ``limit``."""
     board = board.copy()
     for rank in board.homeless:
         board.seat(rank, limit)
-    finder = _Finder(board) if redundant else None
+    finder = Loads(board.loads) if board.redundant else None
     owned: dict[str, set[int]] = {}
     for rank, owner in enumerate(board.owners):
         if owner is not None:
@@ -70,16 +66,17 @@ def _levelled(board: Board, limit: float, redundant: bool) -> Board:
     for member in board.roster.usable:
         if board.loads[member.id] > limit * (1 + SLACK):
             _shed(board, member.id, owned[member.id], limit, finder)
-    return _placed(board, limit, redundant)
+    return _placed(board, limit)
 
 
-def _shed(board: Board, member: str, own: set[int], limit: float, finder: _Finder | None) -> None:
+def _shed(board: Board, member: str, own: set[int], limit: float, finder: Loads | None) -> None:
     """Take roles from ``member``, whose roles are ``own``, until it is within ``limit``: the cheapest ones first.
 
     A role costs nothing if a holder has room for it, or if it needs another copy anyway because no member can
     shadow it: the copy's holder becomes its owner and ``member`` its shadow.
     """
-    apart = finder.in_other_domain(board.roster.domain(member)) if finder else None
+    roster = board.roster
+    apart = finder.least(roster.domains, (roster.domains[member],)) if finder is not None else None
 
     def price(rank: int) -> tuple[int, int, int]:
         free = board.holder(rank, limit, besides=member) is not None
@@ -110,7 +107,7 @@ def _shed(board: Board, member: str, own: set[int], limit: float, finder: _Finde
             board.put(rank, member)
 
 
-def _placed(board: Board, limit: float, redundant: bool) -> Board:
+def _placed(board: Board, limit: float) -> Board:
     """All homeless roles placed: with holders that have room within ``limit``, else as evenly as possible."""
     board = board.copy()
     for rank in board.homeless:
@@ -119,7 +116,7 @@ def _placed(board: Board, limit: float, redundant: bool) -> Board:
     if not ranks:
         return board
     spread, level = _spread(board, ranks)
-    gathered = _gathered(board, ranks, level, limit, redundant)
+    gathered = _gathered(board, ranks, level, limit)
     if gathered is not None:
         return gathered
     for rank, member in spread.items():
@@ -140,16 +137,16 @@ def _spread(board: Board, ranks: Iterable[int]) -> tuple[dict[int, str], float]:
     return chosen, level
 
 
-def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float, redundant: bool) -> Board | None:
+def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float) -> Board | None:
     """``ranks`` placed as evenly as ``level``, neighbours together and zones apart where possible.
 
     No member exceeds ``limit``, and none gets a second role while another has none. ``None`` if a role does not
     fit.
     """
     board = board.copy()
-    finder = _Finder(board)
+    roster, finder = board.roster, Loads(board.loads)
     homes: dict[int, list[str]] = {}
-    for candidate in board.roster.usable:
+    for candidate in roster.usable:
         homes.setdefault(candidate.home, []).append(candidate.id)
     busy = {owner for owner in board.owners if owner is not None}
     doubles = len(ranks) - (len(board.loads) - len(busy))
@@ -157,14 +154,16 @@ def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float, re
         wishes = [
             (_neighbour(board, rank, level) if doubles > 0 else None, level),
             (next((m for m in homes.get(rank, ()) if m not in busy), None), level),
-            (finder.in_other_zone(rank), level),
+            # Zones are worth no second role.
+            (finder.least(roster.zones, board.zones_beside(rank)), level),
         ]
-        only = board.only_domain(rank) if redundant else None
+        only = board.only_domain(rank) if board.redundant else None
         if only is not None:
             # The holders stay free to shadow the role: that saves a copy, for which all of ``limit`` may be used.
-            wishes = [wish for wish in wishes if wish[0] and board.roster.domain(wish[0]) != only]
-            wishes.append((finder.in_other_domain(only), limit))
+            wishes = [wish for wish in wishes if wish[0] and roster.domains[wish[0]] != only]
+            wishes.append((finder.least(roster.domains, (only,)), limit))
         least = finder.least()
+        assert least is not None
         member = next((m for m, most in wishes if m is not None and board.fits(rank, m, most)), least)
         if member in busy and least not in busy and doubles <= 0 and only is None:
             member = least
@@ -173,36 +172,8 @@ def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float, re
         doubles -= member in busy
         busy.add(member)
         board.put(rank, member)
-        finder.update(member)
+        finder.update(member, board.loads[member])
     return board
-
-
-class _Finder:
-    """The least loaded member of a board, anywhere or outside some zones or a failure domain."""
-
-    def __init__(self, board: Board) -> None:
-        usable = board.roster.usable
-        self._board = board
-        loads = {member.id: board.loads[member.id] for member in usable}
-        self._by_zone = Loads(loads, {member.id: member.zone for member in usable})
-        self._by_domain = Loads(loads, {member.id: board.roster.domain(member.id) for member in usable})
-
-    def least(self) -> str:
-        member = self._by_zone.least()
-        assert member is not None
-        return member
-
-    def in_other_zone(self, rank: int) -> str | None:
-        """Outside the zones of the stages beside the role; zones are worth no second role."""
-        return self._by_zone.least(self._board.zones_beside(rank))
-
-    def in_other_domain(self, domain: str) -> str | None:
-        return self._by_domain.least((domain,))
-
-    def update(self, member: str) -> None:
-        """The load of ``member`` has grown."""
-        self._by_zone.update(member, self._board.loads[member])
-        self._by_domain.update(member, self._board.loads[member])
 
 
 def _neighbour(board: Board, rank: int, level: float) -> str | None:

@@ -29,7 +29,6 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ..errors import ConfigError
-from .board import Holders
 from .costs import Candidate, Costs, Policy, Roster, known, predicted_s
 from .division import Divider, still_lent
 from .memory import StageMemory
@@ -37,6 +36,7 @@ from .moves import holders_of, learners_for
 from .partition import SLACK
 from .placement import place_owners
 from .plan import Plan
+from .question import Holders, Question
 from .roles import Layout
 from .room import Room
 from .shadows import place_shadows
@@ -107,9 +107,8 @@ def with_redundancy(
         mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
         room = Room(sliced, mine)
         if redundant:
-            sliced = replace(
-                sliced, shadows=place_shadows(sliced, sliced.owners, Roster(mine), Costs(), {}, policy, room)
-            )
+            question = Question(sliced, Roster(mine), Costs(), policy, room, {})
+            sliced = replace(sliced, shadows=place_shadows(question, sliced.owners))
         slices.append(_checked(sliced, room, redundant))
     whole = merged(laid_out, slices)
     return replace(laid_out, shadows=whole.shadows, unshadowed=whole.unshadowed, crowded=whole.crowded)
@@ -253,7 +252,7 @@ def plan(
             targets_by_slice.append(plan(sliced, mine, costs, policy, held) if mine else given_up(sliced))
         return merged(previous, targets_by_slice, roster.everyone.values())
 
-    targets = _Targets(previous, roster, costs, policy)
+    targets = _Targets(Question(previous, roster, costs, policy, Room(previous, roster.usable), holders))
 
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made, or that needs just those that are under way.
@@ -293,17 +292,16 @@ def _settled(previous: Plan, holders: Holders) -> Holders:
 
 
 class _Targets:
-    """What the rules make of ``previous``, by who holds copies.
+    """What the rules make of a question, by who holds copies.
 
     Owners share the stages by number, as their state lies evenly then, and shadows divide the work. Where that leaves a
     member too much to do, as some stages take longer than others and cannot be divided enough, they share them by time:
     whether they do is settled with the first target.
     """
 
-    def __init__(self, previous: Plan, roster: Roster, costs: Costs, policy: Policy) -> None:
-        self._previous, self._roster, self._costs, self._policy = previous, roster, costs, policy
-        self._room = Room(previous, roster.usable)
-        self._divider = Divider(previous, roster, costs, policy, self._room)
+    def __init__(self, question: Question) -> None:
+        self._question, self._divider = question, Divider(question)
+        previous, costs = question.previous, question.costs
         #: Costs that owners may be placed by; one, once that is settled.
         self._placing = [costs]
         if previous.costs is not None and not costs.seconds:
@@ -311,37 +309,33 @@ class _Targets:
 
     def given(self, holders: Holders) -> Plan:
         """The target if ``holders`` hold copies."""
-        policy = self._policy
+        question = replace(self._question, holders=holders)
+        costs, min_gain = question.costs, question.policy.min_gain
         placed: dict[tuple[str, ...], Costs] = {}
-        for costs in self._placing:
-            placed.setdefault(self._owners(costs, holders, policy.min_gain), costs)
+        for each in self._placing:
+            placed.setdefault(place_owners(replace(question, costs=each), min_gain), each)
         # The target whose copies are under way, or with fewer changes, unless the other one is worth it.
-        target, *others = sorted((self._completed(owners, holders) for owners in placed), key=self._changes)
+        target, *others = sorted((self._completed(question, owners) for owners in placed), key=self._changes)
         for other in others:
-            limit = predicted_s(target, self._costs) * (1 - policy.min_gain) * (1 + SLACK)
-            target = other if predicted_s(other, self._costs) <= limit else target
+            limit = predicted_s(target, costs) * (1 - min_gain) * (1 + SLACK)
+            target = other if predicted_s(other, costs) <= limit else target
         self._placing = [placed[target.owners]]
         if target.unshadowed:
             # Nothing moves for the sake of speed that costs replicas.
-            calm = self._completed(self._owners(self._placing[0], holders, _NO_GAIN), holders)
+            owners = place_owners(replace(question, costs=self._placing[0]), _NO_GAIN)
+            calm = self._completed(question, owners)
             target = calm if len(calm.unshadowed) < len(target.unshadowed) else target
         return target
 
-    def _owners(self, costs: Costs, holders: Holders, min_gain: float) -> tuple[str, ...]:
-        redundant = self._policy.redundant
-        return place_owners(self._previous, self._roster, costs, holders, min_gain, redundant, self._room)
-
     def _changes(self, target: Plan) -> tuple[bool, int]:
-        under_way = sorted(self._previous.learners)
-        others = bool(under_way) and sorted(learners_for(self._previous, target)) != under_way
-        return others, sum(map(str.__ne__, target.owners, self._previous.owners))
+        under_way = sorted(self._question.previous.learners)
+        others = bool(under_way) and sorted(learners_for(self._question.previous, target)) != under_way
+        return others, sum(map(str.__ne__, target.owners, self._question.previous.owners))
 
-    def _completed(self, owners: tuple[str, ...], holders: Holders) -> Plan:
+    def _completed(self, question: Question, owners: tuple[str, ...]) -> Plan:
         """The target in which the roles have these owners."""
-        previous, roster = self._previous, self._roster
-        shadows: tuple[str | None, ...] = (None,) * len(owners)
-        if self._policy.redundant:
-            shadows = place_shadows(previous, owners, roster, self._costs, holders, self._policy, self._room)
+        previous, roster, redundant = question.previous, question.roster, question.policy.redundant
+        shadows = place_shadows(question, owners) if redundant else (None,) * len(owners)
         target = replace(
             previous,
             epoch=previous.epoch + 1,
@@ -354,5 +348,5 @@ class _Targets:
             homes=tuple(member.home for member in roster.usable),
             immediate=False,
         )
-        target = self._divider.divided(target, holders) if previous.cuts else target
-        return _checked(target, self._room, self._policy.redundant)
+        target = self._divider.divided(target, question.holders) if previous.cuts else target
+        return _checked(target, question.room, redundant)

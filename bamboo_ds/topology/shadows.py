@@ -4,19 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from .board import Holders, beside
-from .costs import Costs, Policy, Roster
+from .board import beside
 from .fitting import fitted
 from .loads import Loads
 from .partition import SLACK
-from .plan import Plan
-from .room import Room
+from .question import Question
 from .zones import zones_apart
 
 
-def place_shadows(
-    previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy, room: Room
-) -> tuple[str | None, ...]:
+def place_shadows(question: Question, owners: Sequence[str]) -> tuple[str | None, ...]:
     """The shadow of every role; ``None`` where only one member is usable, or no member may hold the replica.
 
     If standbys are to hold replicas, each shadows as much as it has room for: no more bytes than twice what a member
@@ -33,30 +29,31 @@ def place_shadows(
     owner and shadow has the state: owners of the same stage in other pipelines may. Where all that is more than members
     may hold :func:`~.fitting.fitted` has the last word.
     """
-    if len(roster.usable) < 2:
+    if len(question.roster.usable) < 2:
         return (None,) * len(owners)
-    wanted = _Shadows(previous, owners, roster, costs, holders, policy).place()
-    layout = previous.world
-    if policy.zones_apart and (layout.sharded or layout.pipelines == 1):
-        wanted = zones_apart(previous, owners, wanted, roster, costs, holders)
-    return fitted(previous, owners, wanted, roster, holders, room) if room.limits else wanted
+    wanted, layout = _Shadows(question, owners).place(), question.previous.world
+    if question.policy.zones_apart and (layout.sharded or layout.pipelines == 1):
+        wanted = zones_apart(question, owners, wanted)
+    return fitted(question, owners, wanted) if question.room.limits else wanted
 
 
 class _Shadows:
-    def __init__(
-        self, previous: Plan, owners: Sequence[str], roster: Roster, costs: Costs, holders: Holders, policy: Policy
-    ) -> None:
-        layout = previous.world
-        self._previous, self._owners, self._roster = previous, owners, roster
-        self._holders, self._policy = holders, policy
-        self._seconds = [costs.time(role.stage) for role in layout.roles]
-        self._weights = [costs.weight(role.stage) for role in layout.roles]
+    def __init__(self, question: Question, owners: Sequence[str]) -> None:
+        layout, roster = question.previous.world, question.roster
+        self._question, self._owners, self._roster, self._policy = question, owners, roster, question.policy
+        self._seconds, self._weights = question.seconds, question.weights
         self._after = [owners[layout.rank(layout.successor(role))] for role in layout.roles]
         self._before = [owners[layout.rank(layout.predecessor(role))] for role in layout.roles]
         self._shadows: list[str | None] = [None] * layout.size
         #: By member: bytes of replicas, and seconds per micro-batch that their owners need.
         self._replicas = dict.fromkeys(roster.order, 0.0)
         self._standing = dict.fromkeys(roster.order, 0.0)
+        self._domains = roster.domains
+        #: What each member has to do, and holds, as an owner.
+        self._loads, self._owned = dict.fromkeys(roster.order, 0.0), dict.fromkeys(roster.order, 0.0)
+        for rank, owner in enumerate(owners):
+            self._loads[owner] += self._seconds[rank]
+            self._owned[owner] += self._weights[rank]
 
     def place(self) -> tuple[str | None, ...]:
         ranks: Sequence[int] = range(len(self._owners))
@@ -78,15 +75,10 @@ class _Shadows:
     def _place_on_standbys(self) -> Sequence[int]:
         """Give standbys the replicas that they have room for, first those that they hold; returns the other roles."""
         ranks, busy = range(len(self._owners)), frozenset(self._owners)
-        loads, owned = dict.fromkeys(busy, 0.0), dict.fromkeys(busy, 0.0)
-        for rank, owner in enumerate(self._owners):
-            loads[owner] += self._seconds[rank]
-            owned[owner] += self._weights[rank]
-        work: float = 2 * max(loads.values()) * (1 + SLACK)
-        room: float = 2 * max(owned.values())
-        domains = {member: self._roster.domain(member) for member in self._roster.order}
+        work: float = 2 * max(self._loads.values()) * (1 + SLACK)
+        room: float = 2 * max(self._owned.values())
         idle = [member for member in self._roster.order if member not in busy]
-        standbys = Loads({member: self._replicas[member] for member in idle}, domains)
+        standbys = Loads({member: self._replicas[member] for member in idle})
         if self._policy.divides:
             room = min(room, max(max(self._weights), sum(self._weights) / max(1, len(idle)) * (1 + SLACK)))
 
@@ -100,24 +92,24 @@ class _Shadows:
             standbys.update(member, self._replicas[member])
             return True
 
-        current = self._previous.shadows or (None,) * len(ranks)
-        held = [[m for m in self._holders.get(r, ()) if self._roster.apart(self._owners[r], m)] for r in ranks]
+        held = [self._question.able(rank, self._owners[rank]) for rank in ranks]
         for rank in ranks:
-            if current[rank] in held[rank]:
-                place(rank, current[rank])
+            if (current := self._question.shadow(rank)) in held[rank]:
+                place(rank, current)
         for rank in ranks:
             for member in sorted(held[rank], key=lambda m: (self._replicas[m], self._roster.order[m])):
                 place(rank, member)
         for rank in sorted(ranks, key=lambda rank: self._near(rank) is not None):
             if self._shadows[rank] is None:
-                place(rank, self._beside(rank, standbys, room) or standbys.least((domains[self._owners[rank]],)))
+                least = standbys.least(self._domains, (self._domains[self._owners[rank]],))
+                place(rank, self._beside(rank, standbys, room) or least)
         return [rank for rank in ranks if self._shadows[rank] is None]
 
     def _beside(self, rank: int, standbys: Loads, room: float) -> str | None:
         """A standby with ``room`` that shadows a stage beside this one: what it computes of both goes together."""
         if not self._policy.divides:
             return None
-        layout = self._previous.world
+        layout = self._question.previous.world
         for role in beside(layout, layout.role(rank)):
             member = self._shadows[layout.rank(role)]
             if member is None or member not in standbys or not self._roster.apart(self._owners[rank], member):
@@ -132,9 +124,8 @@ class _Shadows:
 
     def _free(self, rank: int) -> str | None:
         """The best shadow that needs no copy; ``None`` if there is none, or a copy is worth it."""
-        owner, former = self._owners[rank], self._previous.owners[rank]
-        current = self._previous.shadows[rank] if self._previous.shadows else None
-        held = [member for member in self._holders.get(rank, ()) if self._roster.apart(owner, member)]
+        owner, former = self._owners[rank], self._question.previous.owners[rank]
+        current, held = self._question.shadow(rank), self._question.able(rank, owner)
         near = self._near(rank)
         if self._policy.near_shadows and near is not None:
             return near if near in held else None
@@ -146,22 +137,17 @@ class _Shadows:
 
     def _place_distant(self, ranks: Sequence[int]) -> None:
         """Where the owner of the stage before may not be the shadow."""
-        order, replicas = self._roster.order, self._replicas
-        loads = dict.fromkeys(order, 0.0)
-        for rank, owner in enumerate(self._owners):
-            loads[owner] += self._seconds[rank]
-        domains = {member: self._roster.domain(member) for member in order}
-        busy = frozenset(self._owners)
+        order, replicas, busy = self._roster.order, self._replicas, frozenset(self._owners)
 
         def finder(members: Iterable[str]) -> Loads:
-            ordered = sorted(members, key=lambda m: (loads[m], order[m]))
-            return Loads({member: replicas[member] for member in ordered}, domains)
+            ordered = sorted(members, key=lambda m: (self._loads[m], order[m]))
+            return Loads({member: replicas[member] for member in ordered})
 
         workers = finder(m for m in order if m in busy)
         standbys = finder(m for m in order if m not in busy)
         for rank in ranks:
-            excluded = (domains[self._owners[rank]],)
-            member = workers.least(excluded) or standbys.least(excluded)
+            excluded = (self._domains[self._owners[rank]],)
+            member = workers.least(self._domains, excluded) or standbys.least(self._domains, excluded)
             assert member is not None, "two usable members are in two failure domains"
             after = self._after[rank]
             if self._policy.divides and after in workers and self._roster.apart(self._owners[rank], after):

@@ -4,15 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from .board import Holders
-from .costs import Costs, Roster
 from .loads import Loads
-from .plan import Plan
+from .question import Question
 
 
-def zones_apart(
-    previous: Plan, owners: Sequence[str], shadows: Sequence[str | None], roster: Roster, costs: Costs, holders: Holders
-) -> tuple[str | None, ...]:
+def zones_apart(question: Question, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[str | None, ...]:
     """``shadows`` with as many as possible moved out of the zones of their owners, such that no member loses by it.
 
     Standbys exchange replicas with standbys and owners of roles with owners, so that none holds more bytes than the one
@@ -21,18 +17,15 @@ def zones_apart(
     known, or there is one only, nothing changes.
 
     Args:
-        previous: the plan before.
+        question: what is asked for; failure domains of owner and shadow stay apart.
         owners, shadows: of the roles, by rank.
-        roster: the members; failure domains of owner and shadow stay apart.
-        costs: for the sizes of replicas.
-        holders: valid copies by rank.
     """
-    if len({member.zone for member in roster.usable} - {""}) < 2:
+    if len({member.zone for member in question.roster.usable} - {""}) < 2:
         return tuple(shadows)
     found, working = list(shadows), frozenset(owners)
     for busy in (True, False):
-        members = [member for member in roster.order if (member in working) == busy]
-        _Exchange(previous, owners, found, members, roster, costs, holders).improve()
+        members = [member for member in question.roster.order if (member in working) == busy]
+        _Exchange(question, owners, found, members).improve()
     return tuple(found)
 
 
@@ -40,19 +33,11 @@ class _Exchange:
     """Among ``members``, all of which own roles or none of which does. Changes ``shadows``."""
 
     def __init__(
-        self,
-        previous: Plan,
-        owners: Sequence[str],
-        shadows: list[str | None],
-        members: Sequence[str],
-        roster: Roster,
-        costs: Costs,
-        holders: Holders,
+        self, question: Question, owners: Sequence[str], shadows: list[str | None], members: Sequence[str]
     ) -> None:
-        self._previous, self._owners, self._shadows = previous, owners, shadows
-        self._roster, self._holders = roster, holders
-        self._zones = {member: roster.everyone[member].zone for member in roster.order}
-        self._weights = [costs.weight(role.stage) for role in previous.world.roles]
+        self._question, self._owners, self._shadows = question, owners, shadows
+        self._roster, self._weights = question.roster, question.weights
+        self._zones = self._roster.zones
         self._members = frozenset(members)
         self._replicas = dict.fromkeys(members, 0.0)
         self._ranks = [rank for rank, shadow in enumerate(shadows) if shadow in self._members]
@@ -61,8 +46,8 @@ class _Exchange:
         self._most = max(self._replicas.values(), default=0.0)
         self._peaks = dict(self._replicas)
         # A member whose zone is not known is in none of the others'.
-        groups = {member: self._zones[member] or f"\0{member}" for member in members}
-        self._least = Loads(self._replicas, groups)
+        self._places = {member: self._zones[member] or f"\0{member}" for member in members}
+        self._least = Loads(self._replicas)
         #: Roles by the zones of owner and shadow.
         self._pairs: dict[tuple[str, str], dict[int, None]] = {}
         for rank in self._ranks:
@@ -93,11 +78,9 @@ class _Exchange:
 
     def _roomy(self, rank: int) -> Iterator[str]:
         """Members elsewhere that have room for the replica, the best one first."""
-        present = self._previous.shadows[rank] if self._previous.shadows else None
-        order = self._roster.order
-        held = sorted((m for m in self._holders.get(rank, ()) if m in self._members), key=order.__getitem__)
-        least = self._least.least((self._zones[self._owners[rank]],))
-        for member in (present, *held, least):
+        held = sorted(self._question.able(rank, self._owners[rank]), key=self._roster.order.__getitem__)
+        least = self._least.least(self._places, (self._zones[self._owners[rank]],))
+        for member in (self._question.shadow(rank), *held, least):
             if member is None or member not in self._members or not self._safe(rank, member):
                 continue
             fits = self._replicas[member] + self._weights[rank] <= self._most

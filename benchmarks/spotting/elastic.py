@@ -88,7 +88,7 @@ class Elastic:
                 str(trace),
             ]
             command += ["--compress", str(self.compress), "--limit", str(self.limit), "--out", str(folder / "chaos")]
-            command += ["--no-picture", "--spare-holders" if self.spare_holders else "--no-spare-holders"]
+            command += ["--spare-holders" if self.spare_holders else "--no-spare-holders"]
             with open(folder / "chaos.txt", "wb") as log:
                 chaos = subprocess.Popen(command, env=environment(), stdout=log, stderr=subprocess.STDOUT)
             try:

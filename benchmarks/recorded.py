@@ -13,13 +13,13 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
-from ..chaos.schedule import Change, parse_trace
-from ..config import parse_block
-from .given import Given, checked
-from .market import Market
-from .profile import Profile
-from .run import Report, Simulation
-from .terms import Terms
+from bamboo_ds.chaos.schedule import Change, parse_trace
+from bamboo_ds.config import parse_block
+from bamboo_ds.simulate.given import Given, checked
+from bamboo_ds.simulate.market import Market
+from bamboo_ds.simulate.profile import Profile
+from bamboo_ds.simulate.run import Report, Simulation
+from bamboo_ds.simulate.terms import Terms
 
 #: Share by which samples, and pauses, may differ.
 SAMPLES, PAUSES = 0.05, 0.20
@@ -78,10 +78,10 @@ class Row(BaseModel):
 
 def load(path: Path) -> RecordedRun:
     """The recorded run in a file; raises :class:`ConfigError` if it is none."""
-    found = checked(f"--measured {path}", lambda: RecordedRun.model_validate_json(path.read_bytes()))
+    found = checked(str(path), lambda: RecordedRun.model_validate_json(path.read_bytes()))
     # Checked as the lines of a trace are.
     lines = [f"{at_s * 1000},{what},{node}" for at_s, what, node in found.changes]
-    parse_trace("\n".join(lines), f"--measured {path}: changes")
+    parse_trace("\n".join(lines), f"{path}: changes")
     return found
 
 
