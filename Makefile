@@ -86,7 +86,7 @@ $(TRANSFORMERS)/.installed: Makefile
 	$(BIN)/python -m pip install --quiet --no-compile --target $(TRANSFORMERS) transformers==4.57.6
 	touch $@
 
-# Tables of settings, events and options in docs/ are made from the code.
+# Lists of settings, events, options and claims in docs/ are made from the code.
 docs: install
 	$(BIN)/python -m tests.support.docs
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from pydantic import (
     BaseModel,
@@ -298,13 +298,15 @@ class ObserveConfig(_Block):
 
 
 SourceName = Literal["aws", "gcp", "azure", "file", "http"]
+SOURCE_NAMES: tuple[str, ...] = get_args(SourceName)
 
 
 class NoticesConfig(_Block):
     """``bamboo.notices``"""
 
     sources: tuple[SourceName, ...] = Field(
-        (), description="who says that a node is about to vanish: any of `aws`, `gcp`, `azure`, `file`, `http`"
+        (),
+        description=f"who says that a node is about to vanish: any of {', '.join(f'`{x}`' for x in SOURCE_NAMES)}",
     )
     poll_s: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds between two questions to a source")
     file: str | None = Field(

@@ -34,12 +34,12 @@ from bamboo_ds.engine.stage.wrappers import stage_optimizer
 from bamboo_ds.errors import ConfigError, Isolated, UnsupportedError
 from bamboo_ds.topology import Role
 
+from .support.docs import states
 from .support.jobs import SUPPORT
 from .support.surviving import Reference, fault, survive_in_turn
 
 pytestmark = pytest.mark.claim("reference/guarantees.md")
 
-ROOT = Path(__file__).parents[1]
 SCRIPT = SUPPORT / "train_assigning.py"
 
 
@@ -80,15 +80,14 @@ def test_every_attribute_has_a_treatment() -> None:
     assert all(each.kind in ("followed", "own") or each.cure for each in (*ENGINE.values(), *MODULE.values()))
 
 
-def test_the_table_is_that_of_the_code() -> None:
+def test_the_list_is_that_of_the_code() -> None:
     kinds = {"replicated": "followed", "refused": "refused", "own": "own"}
     found: dict[str, dict[str, str]] = {"engine": {}, "PipelineModule": {}}
-    for line in (ROOT / "docs" / "state.md").read_text().splitlines():
-        state, treatment, *_ = [*line.strip("| ").split(" | "), ""]
-        head, _, names = state.partition(": ")
+    for line in states():
+        head, _, names = line.state.partition(": ")
         for place, known in found.items():
             if names and head in (f"of the {place}", f"of the `{place}`"):
-                known.update(dict.fromkeys(re.findall("`([^`]+)`", names), kinds[treatment]))
+                known.update(dict.fromkeys(re.findall("`([^`]+)`", names), kinds[line.treatment]))
     assert found["engine"] == {name: each.kind for name, each in ENGINE.items()}
     assert found["PipelineModule"] == {name: each.kind for name, each in MODULE.items()}
 

@@ -6,7 +6,7 @@ import ast
 import re
 from functools import cache
 
-from .support.docs import ROOT, claims, page_of
+from .support.docs import ROOT, claims, page_of, states
 
 
 @cache
@@ -34,19 +34,12 @@ def test_markers_name_pages_and_every_guide_has_a_test() -> None:
     assert not guides - named, f"no test proves what these claim: {', '.join(sorted(guides - named))}"
 
 
-def states() -> list[list[str]]:
-    """The rows of the tables of states: what, what becomes of it, where, and tests."""
-    lines = (ROOT / "docs" / "state.md").read_text().splitlines()
-    rows = [line.strip("| ").split(" | ") for line in lines if line.startswith("| ")]
-    return [row for row in rows if row[0] not in ("state", "---")]
-
-
 def test_every_state_has_its_treatment_and_a_test() -> None:
-    rows = states()
-    assert len(rows) > 40, "the tables have another form"
-    for row in rows:
-        assert len(row) == 4 and row[1] in ("replicated", "keyed", "compared", "refused", "own", "outside"), row
-        named = re.findall("`([^`]+)`", row[3])
-        assert named and (named == ["none"]) <= (row[1] == "outside"), row
-        missing = [name for name in named if name != "none" and not exists(name)]
+    found = states()
+    text = (ROOT / "docs" / "state.md").read_text()
+    assert len(found) == len(re.findall(r"^- [^*\n]", text, re.MULTILINE)) > 40, "the lists have another form"
+    for each in found:
+        assert each.treatment in ("replicated", "keyed", "compared", "refused", "own", "outside"), each
+        assert (each.tests == ["none"]) <= (each.treatment == "outside"), each
+        missing = [name for name in each.tests if name != "none" and not exists(name)]
         assert not missing, f"docs/state.md names what does not exist: {', '.join(missing)}"

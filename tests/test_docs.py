@@ -1,5 +1,5 @@
 """The documentation names only what exists: files, headings, functions, commands, options, settings; its generated
-tables are those of the code."""
+lists are those of the code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def package() -> str:
 @cache
 def settings() -> set[str]:
     """Names of all settings."""
-    return set(re.findall(r"^\| `([\w.]+)`", settings_markdown(), re.MULTILINE))
+    return set(re.findall(r"^- `([\w.]+)`", settings_markdown(), re.MULTILINE))
 
 
 def is_dead(link: Link) -> bool:
@@ -86,7 +86,7 @@ def test_every_page_is_reached_from_the_readme() -> None:
     assert set(pages()) <= reached, set(pages()) - reached
 
 
-def test_generated_tables_are_those_of_the_code() -> None:
+def test_generated_lists_are_those_of_the_code() -> None:
     found = {name: text for each in pages() for name, text in generated(each).items()}
     assert set(found) == {"claims", "settings", "events", "options"}
     stale = [name for name, text in found.items() if text != made(name)]
@@ -172,8 +172,8 @@ def test_commands_in_text_exist(page: Path) -> None:
     assert not problems, "\n".join(problems)
 
 
-def test_every_command_has_a_row() -> None:
-    rows = re.findall(r"^\| `bamboo (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
+def test_every_command_has_its_line() -> None:
+    rows = re.findall(r"^- `bamboo (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
     assert sorted(rows) == sorted(commands())
 
 

@@ -52,7 +52,7 @@ class EventBase(BaseModel):
         extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="strings", allow_inf_nan=True
     )
 
-    schema_: Literal[1] = Field(default=1, alias="schema", description="version of this table")
+    schema_: Literal[1] = Field(default=1, alias="schema", description="version of these kinds and fields")
     event: str = Field(description="the kind")
     job: str = Field(description="name of the job")
     time: Utc = Field(

@@ -12,9 +12,13 @@ from typing import Annotated, Literal
 
 from pydantic import Field, TypeAdapter, ValidationError
 
+from ..config import SOURCE_NAMES
 from ..errors import ProtocolError
 from .event_base import GLOBAL_STEP, SCHEMA, Consumed, EventBase, Role
 from .event_writer import EventWriter as EventWriter
+
+#: What notices come from: a source, a signal, or the job's page.
+NOTICE_ORIGINS: tuple[str, ...] = (*SOURCE_NAMES, "signal", "web")
 
 
 class RunStarted(EventBase):
@@ -80,7 +84,7 @@ class NoticeReceived(EventBase):
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
         "serviced, the member is asked to leave"
     )
-    source: str = Field(description="origin of the notice: `aws`, `gcp`, `azure`, `file`, `http`, `signal` or `web`")
+    source: str = Field(description=f"origin of the notice: {', '.join(f'`{name}`' for name in NOTICE_ORIGINS)}")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
     detail: str = Field(description="text of the source")
     leaves: bool = Field(

@@ -20,7 +20,6 @@ from .view import LiveView
 #: States of members; what is known of others counts as ``other``.
 STATES = ("starting", "building", "running", "leaving", "waiting", "evicted", "other")
 REASONS: tuple[str, ...] = get_args(ev.MemberLost.model_fields["reason"].annotation)
-SOURCES = ("aws", "gcp", "azure", "file", "http", "signal", "web")
 #: Parts of a pause, by the field of ``recovered`` that they are; ``pause`` is the whole until work goes on.
 PHASES = ("detection", "plan", "rebuild", "redo", "pause")
 
@@ -112,7 +111,7 @@ class Metrics(Collector):
         )
         yield _counted(
             CounterMetricFamily("bamboo_notices", "Notices that members have got, by origin.", labels=["source"]),
-            SOURCES,
+            ev.NOTICE_ORIGINS,
             totals.notices_by_source,
         )
         yield from _families(self._pauses)

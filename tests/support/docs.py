@@ -1,6 +1,6 @@
-"""The documentation as a program sees it: pages, headings, links, code, and the tables that are made from the code.
+"""The documentation as a program sees it: pages, headings, links, code, and the lists that are made from the code.
 
-``python -m tests.support.docs`` (``make docs``) writes these tables anew, and lets links follow functions that have
+``python -m tests.support.docs`` (``make docs``) writes these lists anew, and lets links follow functions that have
 moved to another file.
 """
 
@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import re
+from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -24,7 +25,7 @@ from pydantic import BaseModel
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.observe.events import Consumed, Event, EventBase, Role
+from bamboo_ds.observe.events import Consumed, Event, EventBase
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
@@ -144,37 +145,38 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 def options_markdown() -> str:
     """The options of all commands: those that several commands share, by these commands, then those of each alone."""
-    rows = {
+    shown = {
         name: [_option(each) for each in options_of(command) if not each.hidden]
         for name, command in sorted(commands().items())
     }
     owners: dict[str, tuple[str, ...]] = {}
-    for name in rows:
-        for row in rows[name]:
-            owners[row] = (*owners.get(row, ()), name)
+    for name in shown:
+        for option in shown[name]:
+            owners[option] = (*owners.get(option, ()), name)
     lines: list[str] = []
     for names in sorted(set(owners.values()), key=lambda names: (len(names) == 1, names)):
         heading = f"Of {', '.join(names)}" if len(names) > 1 else f"`bamboo {names[0]}`"
-        lines += [f"### {heading}", "", "| option | meaning |", "|---|---|"]
-        lines += [*(row for row, of in owners.items() if of == names), ""]
+        lines += [f"### {heading}", "", *(option for option, of in owners.items() if of == names), ""]
     return "\n".join(lines)
 
 
 def _option(option: click.Option) -> str:
-    """The row of an option: its spellings, and its meaning with the default and the variable."""
+    """An option: its spellings, and its meaning with the default and the variable, or the setting that it gives."""
     spelled = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
-    meaning = " ".join((option.help or "").split()).replace("|", "\\|")
+    meaning = " ".join((option.help or "").split())
     told = re.search(r" \[default: (.*)\]$", meaning)
     default = told[1] if told else f"`{option.default}`" if option.show_default and not option.is_flag else ""
     meaning = meaning[: told.start()] if told else meaning
+    setting = re.search(r"In place of bamboo\.([\w.]+)\.$", meaning)
+    meaning = f"`{setting[1]}` of the block." if setting else meaning
     notes = [f"default: {default}"] if default else []
     notes += [f"variable: `{option.envvar}`"] if option.envvar else []
-    return f"| {spelled} | {meaning}{' (' + '; '.join(notes) + ')' if notes else ''} |"
+    return f"- {spelled}: {meaning}{' (' + '; '.join(notes) + ')' if notes else ''}"
 
 
 def settings_markdown() -> str:
-    """The table of settings and defaults for the documentation, made from the models."""
-    rows = ["| setting | default | meaning |", "|---|---|---|"]
+    """The settings with their defaults, made from the models."""
+    rows: list[str] = []
 
     def walk(model: type[BaseModel], prefix: str) -> None:
         for name, field in model.model_fields.items():
@@ -184,39 +186,42 @@ def settings_markdown() -> str:
                 walk(annotation, f"{prefix}{name}.")
                 continue
             default = field.default.value if isinstance(field.default, Enum) else field.default
-            rows.append(f"| `{prefix}{name}` | `{json.dumps(default)}` | {field.description} |")
+            rows.append(f"- `{prefix}{name}` (`{json.dumps(default)}`): {field.description}")
 
     walk(BambooConfig, "")
     return "\n".join(rows)
 
 
 def schema_markdown() -> str:
-    """The documentation of all kinds and fields as Markdown."""
-    common = set(EventBase.model_fields)
-    lines = ["| event | field | type | meaning |", "|---|---|---|---|"]
-    lines += [_row("(every event)", name, EventBase) for name in EventBase.model_fields]
-    lines += [_row("(`consumed`)", name, Consumed) for name in Consumed.model_fields]
-    for model in get_args(Event):
-        kind = f"`{model.model_fields['event'].default}`"
-        lines.append(f"| {kind} | | | {' '.join((model.__doc__ or '').split())} |")
-        lines += [_row("", name, model) for name in model.model_fields if name not in common]
-    return "\n".join(lines) + "\n"
+    """All kinds of events and their fields. What more than three kinds have alike is described once."""
+    models = [model for model in get_args(Event)]
+    own = {model: [name for name in model.model_fields if name not in EventBase.model_fields] for model in models}
+    uses = Counter(_field(name, model) for model in models for name in own[model])
+    shared = {line for line, times in uses.items() if times > 3}
+    lines = ["### Of every event", "", *(_field(name, EventBase) for name in EventBase.model_fields), ""]
+    lines += ["### Of several events", "", *(line for line in uses if line in shared), ""]
+    lines += ["### `consumed`", "", "A field of `step` and `recovered`, `null` without `observe.checksums`:", ""]
+    lines += [*(_field(name, Consumed) for name in Consumed.model_fields), ""]
+    for model in models:
+        lines += [f"### `{model.model_fields['event'].default}`", "", " ".join((model.__doc__ or "").split()), ""]
+        lines += [line for name in own[model] if (line := _field(name, model)) not in shared]
+        known = [f"`{name}`" for name in own[model] if _field(name, model) in shared]
+        lines += [f"- {', '.join(known)}", ""] if known else [""]
+    return "\n".join(lines)
 
 
-def _row(kind: str, name: str, model: type[BaseModel]) -> str:
+def _field(name: str, model: type[BaseModel]) -> str:
     info = model.model_fields[name]
-    return f"| {kind} | `{info.alias or name}` | {_type_name(info.annotation)} | {info.description} |"
+    return f"- `{info.alias or name}` ({_type_name(info.annotation)}): {info.description}"
 
 
 def _type_name(kind: Any) -> str:
     """The JSON name of a field's type."""
-    if kind == Role:
-        return "[int, int]"
     if kind is Consumed:
         return "`consumed`"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return " \\| ".join(str(value) for value in inner)
+        return ", ".join(str(value) for value in inner)
     if origin in (Union, UnionType):
         return " or ".join(_type_name(part) for part in inner)
     if origin is tuple:
@@ -225,6 +230,22 @@ def _type_name(kind: Any) -> str:
         return f"list of {_type_name(inner[0])}"
     names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
     return names[kind]
+
+
+@dataclass(frozen=True)
+class StateLine:
+    """A line of ``docs/state.md``: a state, what becomes of it, and the tests as ``file::test[parameters]``."""
+
+    state: str
+    treatment: str
+    tests: list[str]
+
+
+def states() -> list[StateLine]:
+    """The lines of the lists in ``docs/state.md``."""
+    text = (ROOT / "docs" / "state.md").read_text()
+    found = re.findall(r"^- ([^*\n].*): \*\*(\w+)\*\*.* \((`[^()]+`)\)$", text, re.MULTILINE)
+    return [StateLine(state, treatment, re.findall("`([^`]+)`", tests)) for state, treatment, tests in found]
 
 
 def claims() -> dict[str, list[str]]:
@@ -245,14 +266,14 @@ def page_of(claim: str) -> Path:
 
 def claims_markdown() -> str:
     """Which tests prove what a page claims."""
-    lines = ["| page | tests |", "| --- | --- |"]
+    lines = []
     for claim, files in sorted(claims().items()):
         target = os.path.relpath(page_of(claim), ROOT / "docs")
-        lines.append(f"| [{claim}]({target}) | {', '.join(f'`{file}`' for file in files)} |")
+        lines.append(f"- [{claim}]({target}): {', '.join(f'`{file}`' for file in files)}")
     return "\n".join(lines)
 
 
-TABLES = {
+LISTS = {
     "claims": claims_markdown,
     "settings": settings_markdown,
     "events": schema_markdown,
@@ -267,7 +288,7 @@ def generated(page: Path) -> dict[str, str]:
 
 def made(name: str) -> str:
     """The generated part ``name``, as it should be."""
-    return TABLES[name]().strip() + "\n"
+    return LISTS[name]().strip() + "\n"
 
 
 def followed(page: Path, text: str) -> str:
