@@ -102,8 +102,6 @@ class Coordinator:
         self._lineage = News[tuple[str, int]](lambda _: self._keeper.look())
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         self._inbox = Mailbox()
-        if display is not None:
-            display.wake = lambda: self._inbox.post(lambda: None)
         self._pending: dict[str, Record] = {}
         self._neighbours = Neighbours(record.id)
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None

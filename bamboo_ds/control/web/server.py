@@ -12,7 +12,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs
 
@@ -35,7 +34,6 @@ _HEARTBEAT_S = 15.0
 #: Seconds that a client of the stream may take nothing.
 _STALL_S = 10.0
 _STREAMS = 32
-_CHANGE_S = 10.0
 #: Seconds that a request may wait for events to be read.
 _PATIENCE_S = 3.0
 _LARGEST_FORM = 4096
@@ -61,8 +59,8 @@ code {{ font-size: .95em }} .wrong {{ color: #b3261e }}
 <button>Show the job</button></form></main></body></html>
 """
 
-Change = Callable[[str, str], "Future[None]"]
-"""Does ``stop`` or ``leave`` to the job or to a member; fails by :class:`BambooError` or ``LookupError``."""
+Change = Callable[[str, str], None]
+"""Does ``stop`` or ``leave`` to the job or to a member; raises :class:`BambooError` or ``LookupError``."""
 
 
 class WebServer:
@@ -71,7 +69,7 @@ class WebServer:
     Args:
         access: tells holders of the job's token from others.
         address: host and port to listen on, and nothing else; port 0: any.
-        change: carries out what users ask for; ``None``: they may only read.
+        change: carries out what users ask for, in a thread; ``None``: they may only read.
         loop: runs it.
 
     Raises:
@@ -285,14 +283,10 @@ class WebServer:
     async def _do(self, what: str, member: str) -> web.StreamResponse:
         if self._change is None:
             return self._error(403, 'this page only shows the job: set "bamboo.observe.control" to true')
-        done = self._change(what, member)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), _CHANGE_S)
+            await asyncio.to_thread(self._change, what, member)
         except LookupError as error:
             return self._error(404, str(error.args[0] if error.args else error))
-        except asyncio.TimeoutError:
-            begun = "" if done.cancel() else ", and whether it is done is not known"
-            return self._error(503, f"etcd does not answer{begun}")
         except BambooError as error:
             return self._error(503, str(error))
         return self._json(b"{}")
