@@ -1,4 +1,4 @@
-"""What a thread of an agent is to do, posted by other threads and by signals."""
+"""What a thread of an agent, or of a launcher, is to do: posted by other threads and by signals."""
 
 from __future__ import annotations
 
@@ -30,10 +30,26 @@ class Mailbox:
         """A descriptor that is readable when there is an action."""
         return self._reading.fileno()
 
-    def take_signals(self, handler: Callable[[signal.Signals], None]) -> None:
-        """Have signals handled like actions, each by ``handler``; by the main thread alone."""
-        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        handle_signals(lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum))))
+    def take_signals(self, handler: Callable[[signal.Signals, float], None]) -> Callable[[], None]:
+        """Have signals handled like actions, by the main thread alone.
+
+        Args:
+            handler: called with each signal, and the monotonic seconds at which it came.
+
+        Returns:
+            What has them handled as before.
+        """
+        descriptor = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        before = handle_signals(
+            lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum), time.monotonic()))
+        )
+
+        def give_back() -> None:
+            signal.set_wakeup_fd(descriptor)
+            for signum, answer in before.items():
+                signal.signal(signum, answer)
+
+        return give_back
 
     def post(self, action: Callable[[], object]) -> None:
         """Have ``action`` called; callable from any thread."""

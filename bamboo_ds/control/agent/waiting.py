@@ -48,7 +48,7 @@ class WaitingAgent:
 
     def run(self) -> LeftRecord | None:
         """Wait; returns how the member has ended, ``None`` if it goes on."""
-        self._mailbox.take_signals(self._slot.note_signal)
+        self._mailbox.take_signals(lambda signum, at: self._slot.note_signal(signum))
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
         with EventWriter(self._settings.events) as events:
