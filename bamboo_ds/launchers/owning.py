@@ -51,7 +51,7 @@ class JobOwner(Slots, ABC):
                 events = stack.enter_context(EventWriter(options.events))
             except OSError as error:
                 raise ConfigError(f"cannot write events to {options.events}: {error}") from error
-            narration = Narration(options, self._screen, quiet)
+            narration = Narration(options, quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             state_file = self._own_job(stack)

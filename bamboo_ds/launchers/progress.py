@@ -9,7 +9,7 @@ from ..control.registry.mirror import Mirror
 
 #: Members that are named; of more only the number is told.
 _NAMED = 4
-#: Seconds between two lines where there is no terminal.
+#: Seconds between two lines.
 SPARSE_S = 10.0
 
 
@@ -43,7 +43,7 @@ def _listed(names: list[str]) -> str:
 
 
 class Sparse:
-    """Which lines are told where lines stay: at most one each ``SPARSE_S`` seconds, and none about what is short.
+    """Which lines are told: at most one each ``SPARSE_S`` seconds, and none about what is short.
 
     Args:
         now: monotonic seconds.

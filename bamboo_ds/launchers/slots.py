@@ -22,11 +22,8 @@ from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import LaunchError, StoreError
-from ..observe import logs
 from ..processes import adopt_orphans, end_descendants, reap_adopted
 from . import joined
-from .display import Display
-from .screen import Screen
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -41,18 +38,13 @@ _STORE_TIMEOUT_S = 10.0
 _TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
-#: Seconds that a terminal which takes nothing gets for the last output of agents, once the job was told to end.
-_LAST_S = 1.0
 
 
 class _Agent:
     """An agent process and what it tells."""
 
-    def __init__(self, settings: AgentSettings, shows: bool) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
         read_end, write_end = os.pipe()
-        output = error = subprocess.PIPE if shows else None
-        if shows and os.path.samestat(os.fstat(1), os.fstat(2)):
-            error = subprocess.STDOUT  # so that the order stays
         # Until the agent handles it, a request to leave would kill it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
@@ -60,8 +52,6 @@ class _Agent:
                 settings.agent_command,
                 env=dataclasses.replace(settings, result_fd=write_end).environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=error,
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
             )
@@ -94,21 +84,14 @@ class Slots:
     Args:
         options: of every member; with URLs of etcd at the latest before the first of them is started.
         own: numbers of the slots.
-        shows: whether this process shows the output of agents; else they write where it does.
-        prefix_output: whether each line of that begins with its slot.
     """
 
-    def __init__(
-        self, options: MemberOptions, own: Collection[int], shows: bool = False, prefix_output: bool = False
-    ) -> None:
+    def __init__(self, options: MemberOptions, own: Collection[int]) -> None:
         self._options = options
         self._slots = own
         self._mailbox = Mailbox()
         self._watched: dict[int, Callable[[], None]] = {}  # by pidfd: what follows from the end of the process
         self._background: list[threading.Thread] = []
-        self._shows = shows
-        self._screen = Screen(alone=shows)
-        self._display = Display(self._screen, prefix_output, self._wake)
         self._agents: dict[int, _Agent] = {}  # by slot; the running ones
         self._departures: list[LeftRecord] = []
         self._interrupted: int | None = None
@@ -125,19 +108,12 @@ class Slots:
         """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
         adopt_orphans()
         with ExitStack() as stack:
-            if self._screen.live:
-                logs.show_by(self._screen)
-                stack.callback(logs.show_by, None)
             stack.callback(end_descendants, spare)
             stack.callback(self._mailbox.close)
             stack.callback(self._mailbox.take_signals(self._interrupt))
             before = signal.signal(signal.SIGCHLD, lambda signum, _: self._mailbox.post(self._reap))
             stack.callback(signal.signal, signal.SIGCHLD, before)
             yield
-
-    def _wake(self) -> None:
-        """Attend to what there is to do. Callable from any thread."""
-        self._mailbox.post(lambda: None)
 
     def _reap(self) -> None:
         """Collect dead children that nobody waits for, such as the worker of an agent that was killed."""
@@ -166,7 +142,7 @@ class Slots:
     def _stop_soon(self) -> None:
         """Stop now instead of at the time that is set. Callable from any thread."""
         self._stop_at = time.monotonic()
-        self._wake()
+        self._mailbox.post(lambda: None)
 
     # -- etcd and the others ------------------------------------------------------------------------
 
@@ -223,7 +199,7 @@ class Slots:
 
     def _spawn(self, settings: AgentSettings) -> None:
         """Start the agent of one slot."""
-        agent = _Agent(settings, self._shows)
+        agent = _Agent(settings)
         self._agents[agent.slot] = agent
 
         def ended() -> None:
@@ -232,14 +208,9 @@ class Slots:
             self._judge(agent)
 
         self._watched[agent.pidfd] = ended
-        for source, target in ((agent.process.stdout, 1), (agent.process.stderr, 2)):
-            if source is not None:
-                with source:
-                    self._display.add(agent.slot, os.dup(source.fileno()), target)
 
     def _serve(self) -> None:
-        """Until all agents are gone, and what they have written is shown."""
-        self._display.start()
+        """Until all agents are gone."""
         while self._agents:
             self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -248,9 +219,6 @@ class Slots:
                     self._signal_agents(signal.SIGKILL)  # the kernel ends their workers with them
                 else:
                     self._stop()
-        last_at = time.monotonic() + _LAST_S
-        while self._display.alive and (self._interrupted is None or time.monotonic() < last_at):
-            self._attend(_LAST_S)
 
     def _attend(self, timeout_s: float | None) -> None:
         """Handle what happens within ``timeout_s`` seconds, if anything."""
