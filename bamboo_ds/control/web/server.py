@@ -12,8 +12,10 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import parse_qs
+
+from aiohttp import web
 
 from ...errors import BambooError
 from ...forking import only_here
@@ -22,9 +24,6 @@ from ...serving import BACKLOG, serve
 from ..loop import AgentLoop
 from .access import Access
 from .feed import Feed
-
-if TYPE_CHECKING:
-    from aiohttp import web
 
 logger = logging.getLogger("bamboo_ds.control.web")
 
@@ -137,8 +136,6 @@ class WebServer:
             await asyncio.sleep(_TICK_S + self.feed.members / _SLOWER)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         try:
             return await self._answer(request)
         except (ConnectionError, asyncio.CancelledError):
@@ -167,8 +164,6 @@ class WebServer:
         return await found.handler(cast("web.Request", request))
 
     def _routes(self) -> web.UrlDispatcher:
-        from aiohttp import web
-
         routes = web.UrlDispatcher()
         routes.add_get("/healthz", self._healthz)
         routes.add_get("/login", self._login)
@@ -187,8 +182,6 @@ class WebServer:
     # -- what shows something -------------------------------------------------------------------------
 
     async def _healthz(self, _: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         return web.Response(text="ok\n", headers=_HEADERS)
 
     async def _show(self, _: web.BaseRequest) -> web.StreamResponse:
@@ -207,8 +200,6 @@ class WebServer:
         return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         found = await asyncio.to_thread(self.feed.exposition, request.headers.get("Accept", ""), self._soon())
         if found is None:
             return self._error(503, "the events of the job are being read")
@@ -225,8 +216,6 @@ class WebServer:
         return lambda: self._closing.is_set() or time.monotonic() >= deadline
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         if self._streams >= _STREAMS:
             return self._error(503, f"{_STREAMS} others watch already")
         self._streams += 1
@@ -254,8 +243,6 @@ class WebServer:
         return self._form()
 
     async def _log_in(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         try:
             await asyncio.wait_for(request.content.readexactly(_LARGEST_FORM + 1), _STALL_S)
             return self._error(413, "too large")
@@ -269,8 +256,6 @@ class WebServer:
         return web.Response(status=303, headers={**_HEADERS, "Location": "./", "Set-Cookie": self._access.cookie()})
 
     async def _log_out(self, _: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         forget = self._access.cookie(forget=True)
         return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
 
@@ -294,8 +279,6 @@ class WebServer:
     # -- answers --------------------------------------------------------------------------------------
 
     def _html(self, page: str, status: int = 200) -> web.Response:
-        from aiohttp import web
-
         nonce = secrets.token_urlsafe(16)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; "
@@ -312,8 +295,6 @@ class WebServer:
         return self._html(_LOGIN.format(job=html.escape(self._job), wrong=told), status)
 
     def _json(self, body: bytes, status: int = 200) -> web.Response:
-        from aiohttp import web
-
         return web.Response(body=body, status=status, headers={**_HEADERS, "Content-Type": "application/json"})
 
     def _error(self, status: int, what: str) -> web.Response:
