@@ -31,7 +31,7 @@ from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
-from bamboo_ds.launchers.progress import Sparse, progress
+from bamboo_ds.launchers.narration import Sparse, progress
 from bamboo_ds.observe import outlet
 from bamboo_ds.observe.logfiles import worker_log
 from bamboo_ds.observe.outlet import Outlet, Sink

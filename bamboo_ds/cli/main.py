@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import click
 
-from ..control.once import put_once
-from ..control.registry.access import check_secret, open_store
+from ..control.registry.access import check_secret, open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord

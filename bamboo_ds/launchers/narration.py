@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from datetime import datetime, timezone
 
 from ..control.registry.access import open_store
+from ..control.registry.keys import slot_of
 from ..control.registry.mirror import Mirror
 from ..control.settings import MemberOptions
 from ..errors import BambooError
@@ -19,13 +20,16 @@ from ..observe.story import Story, printed
 from ..observe.summary import ending
 from ..observe.tail import EventTail
 from ..store.client import Store
-from .progress import Sparse, progress
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
 _POLL_S = 0.3
 #: Seconds between two looks at what members are doing.
 _LOOK_S = 1.0
+#: Members that are named; of more only the number is told.
+_NAMED = 4
+#: Seconds between two lines.
+SPARSE_S = 10.0
 _STORE_TIMEOUT_S = 2.0
 #: Seconds that the thread gets for the last lines; a terminal that is stopped takes none.
 _LAST_S = 5.0
@@ -144,3 +148,55 @@ class Members:
     def _tell(self, line: str | None, now: float) -> None:
         if self._sparse.due(line, now) and line is not None:
             self._sink.write(marked([line]))
+
+
+# -- how far members are that build, compile, replay or copy ---------------------------------------------------------
+
+
+def progress(mirror: Mirror) -> str | None:
+    """The line about a job with these keys; ``None``: nothing is under way that takes long."""
+    plan, parts = mirror.plan, []
+    if plan is not None and plan.layout is None and plan.members:
+        built = len(mirror.reports.keys() & set(plan.members))
+        parts.append(f"{built} of {len(plan.members)} engines are built{_missing(mirror, plan.members)}")
+    found: dict[str, list[str]] = {}
+    for member in sorted(mirror.members, key=slot_of):
+        record = mirror.progress.get(member)
+        if record is not None and record.doing is not None:
+            found.setdefault(record.doing, []).append(member.partition("-")[0])
+    return "; ".join([*parts, *(f"{_listed(names)} {doing}" for doing, names in found.items())]) or None
+
+
+def _missing(mirror: Mirror, members: Sequence[str]) -> str:
+    """Whose engines are not built, and where their scripts are then."""
+    missing = [member.partition("-")[0] for member in members if member not in mirror.reports]
+    if not missing:
+        return ""
+    who = "all scripts are" if len(missing) == len(members) else f"the script of {_listed(missing)} is"
+    return f": {who} at or before deepspeed.initialize (libraries, data, layers, extensions that DeepSpeed compiles)"
+
+
+def _listed(names: list[str]) -> str:
+    if len(names) > _NAMED:
+        return f"each of {len(names)} members"
+    return names[0] if len(names) == 1 else f"each of {', '.join(names)}"
+
+
+class Sparse:
+    """Which lines are told: at most one each ``SPARSE_S`` seconds, and none about what is short.
+
+    Args:
+        now: monotonic seconds.
+    """
+
+    def __init__(self, now: float) -> None:
+        self._next, self._told = now + SPARSE_S, ""
+
+    def due(self, line: str | None, now: float) -> bool:
+        """Whether ``line`` is to be told."""
+        if line is None:
+            self._next, self._told = max(self._next, now + SPARSE_S), ""
+        if line is None or now < self._next or line == self._told:
+            return False
+        self._next, self._told = now + SPARSE_S, line
+        return True

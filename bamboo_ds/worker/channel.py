@@ -38,8 +38,7 @@ from ..variables import (
     ENV_RESTART_FROM,
     ENV_SETTINGS,
 )
-from .activity import Activity
-from .stalls import Stalls
+from .activity import Activity, Stalls
 
 logger = logging.getLogger("bamboo_ds.control.channel")
 

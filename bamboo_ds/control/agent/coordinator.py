@@ -20,7 +20,7 @@ from ...store.records import WatchEvent
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
-from ..once import is_genuine, put_once
+from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (

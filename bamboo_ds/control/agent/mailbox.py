@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
 
-from .reexec import handle_signals
+from .reexec import HANDLED_SIGNALS
 
 #: Seconds that one wait for descriptors takes at most: ``poll`` takes no more than some weeks.
 _LONGEST_S = 86_400.0
@@ -31,7 +31,9 @@ class Mailbox:
         return self._reading.fileno()
 
     def take_signals(self, handler: Callable[[signal.Signals, float], None]) -> Callable[[], None]:
-        """Have signals handled like actions, by the main thread alone.
+        """Have :data:`HANDLED_SIGNALS` handled like actions, by the main thread alone.
+
+        Whoever has started the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
 
         Args:
             handler: called with each signal, and the monotonic seconds at which it came.
@@ -39,10 +41,15 @@ class Mailbox:
         Returns:
             What has them handled as before.
         """
+
+        def note(signum: int, _: object) -> None:
+            self._actions.put(partial(handler, signal.Signals(signum), time.monotonic()))
+
         descriptor = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        before = handle_signals(
-            lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum), time.monotonic()))
-        )
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = [signum for signum in HANDLED_SIGNALS if signum != signal.SIGHUP or not ignored]
+        before = {signum: signal.signal(signum, note) for signum in handled}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
 
         def give_back() -> None:
             signal.set_wakeup_fd(descriptor)

@@ -18,7 +18,7 @@ from ...errors import EXIT_STOPPED, LeaseExpired, StoreError
 from ...secret import SETTING
 from ...store.client import Lease, Store
 from ..loop import AgentLoop
-from ..once import is_genuine, put_once
+from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.overview import overview

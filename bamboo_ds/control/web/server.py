@@ -8,7 +8,6 @@ import json
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
@@ -90,13 +89,11 @@ class WebServer:
         self.url = f"http://[{found}]:{number}" if ":" in found else f"http://{found}:{number}"
         self._streams = 0
         self._proven: set[Any] = set()
-        self._closing = threading.Event()
         self._end, self._news = asyncio.Event(), asyncio.Event()
         self._serving = loop.run(self._serve())
 
     def close(self, timeout_s: float) -> bool:
         """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
-        self._closing.set()
         self._loop.call(self._end.set)
         done, _ = futures.wait([self._serving], timeout_s)
         return bool(done) and self._loop.join(timeout_s)
@@ -124,7 +121,7 @@ class WebServer:
         told = 0
         while True:
             try:
-                await asyncio.to_thread(self.feed.refresh, self._closing.is_set)
+                await asyncio.to_thread(self.feed.refresh, self._end.is_set)
                 version = self.feed.version
                 if version != told:
                     told = version
@@ -213,7 +210,7 @@ class WebServer:
     def _soon(self) -> Callable[[], bool]:
         """Whether a request has waited long enough for what is new."""
         deadline = time.monotonic() + _PATIENCE_S
-        return lambda: self._closing.is_set() or time.monotonic() >= deadline
+        return lambda: self._end.is_set() or time.monotonic() >= deadline
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
         if self._streams >= _STREAMS:
