@@ -68,14 +68,13 @@ class _ContextFilter(logging.Filter):
         return True
 
 
-def configure(default_level: int = logging.WARNING) -> logging.Logger:
+def configure() -> logging.Logger:
     """Send the package's log to stderr, once per process; later calls change nothing.
 
-    The level is ``BAMBOO_LOG_LEVEL`` if set, else ``default_level``. Raises :class:`ConfigError` for an
-    unknown level.
+    The level is ``BAMBOO_LOG_LEVEL`` if set, else WARNING. Raises :class:`ConfigError` for an unknown level.
     """
     logger = logging.getLogger(LOGGER)
-    level = level_from_environment(default_level)
+    level = level_from_environment()
     with _lock:
         if any(getattr(handler, "_bamboo", False) for handler in logger.handlers):
             return logger
@@ -145,11 +144,11 @@ def show_by(stream: TextSink | None) -> None:
                 handler.setStream(sys.stderr if stream is None else stream)
 
 
-def level_from_environment(default_level: int = logging.WARNING) -> int:
+def level_from_environment() -> int:
     """The level that ``BAMBOO_LOG_LEVEL`` asks for; raises :class:`ConfigError` for an unknown one."""
     name = os.environ.get(LEVEL_VARIABLE, "").strip().upper()
     if not name:
-        return default_level
+        return logging.WARNING
     if name not in _LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}={name!r} is no log level; use one of {', '.join(_LEVELS)}")
     return int(getattr(logging, name))

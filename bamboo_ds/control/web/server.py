@@ -165,7 +165,6 @@ class WebServer:
         routes.add_get("/healthz", self._healthz)
         routes.add_get("/login", self._login)
         routes.add_post("/login", self._log_in)
-        routes.add_post("/logout", self._log_out)
         routes.add_get("/", self._show)
         routes.add_get("/api/view", self._view)
         routes.add_get("/api/stream", self._stream, allow_head=False)
@@ -251,10 +250,6 @@ class WebServer:
         if not self._access.knows(token.strip()):
             return self._form(401, wrong=True)
         return web.Response(status=303, headers={**_HEADERS, "Location": "./", "Set-Cookie": self._access.cookie()})
-
-    async def _log_out(self, _: web.BaseRequest) -> web.StreamResponse:
-        forget = self._access.cookie(forget=True)
-        return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
 
     async def _stop(self, _: web.BaseRequest) -> web.StreamResponse:
         return await self._do("stop", "")
