@@ -94,7 +94,9 @@ class Store:
 
     def get_prefix(self, prefix: str) -> Snapshot:
         """All keys that start with ``prefix`` at one revision (linearizable)."""
-        return self._keys.snapshot(self._connection.call(_range, self._keys.range_request(prefix)).message)
+        response = self._connection.call(_range, rpc.RangeRequest(**self._keys.bounds(prefix))).message
+        entries = {kv.key: kv for kv in map(self._keys.key_value, response.kvs)}
+        return Snapshot(entries, response.header.revision)
 
     def folders(self) -> list[str]:
         """What the namespace's keys begin with up to their first slash, each once, by one small request for each."""
@@ -116,9 +118,9 @@ class Store:
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
-    def create(self, key: str, value: str, lease: Lease | None = None, given: Mapping[str, int] | None = None) -> bool:
-        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease, given)``."""
-        return self.compare_and_swap(key, 0, value, lease, given)
+    def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
+        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
+        return self.compare_and_swap(key, 0, value, lease)
 
     def compare_and_swap(
         self,

@@ -43,6 +43,7 @@ from ..registry.records import (
     StopRecord,
     TimingRecord,
     in_slot_order,
+    newest,
 )
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
@@ -385,8 +386,8 @@ class Leader:
         epoch: int,
         progress: Mapping[str, ProgressRecord],
     ) -> None:
-        newest = max(progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
-        members, checkpoint = [loss.member for loss in losses], newest.checkpoint if newest else None
+        saved = newest(progress.values(), saved=True)
+        members, checkpoint = [loss.member for loss in losses], saved.checkpoint if saved else None
         self._emit(Fatal, epoch, stages=stages, members=members, checkpoint=checkpoint)
 
 
