@@ -99,19 +99,11 @@ class Store:
         return Snapshot(entries, response.header.revision)
 
     def folders(self) -> list[str]:
-        """What the namespace's keys begin with up to their first slash, each once, by one small request for each."""
-        found: list[str] = []
-        bounds = self._keys.bounds("")
-        while True:
-            request = rpc.RangeRequest(**bounds, limit=1, keys_only=True)
-            response = self._connection.call(_range, request).message
-            if not response.kvs:
-                return found
-            name, slash, _ = self._keys.key_value(response.kvs[0]).key.partition("/")
-            if slash:
-                found.append(name)
-            after = self._keys.bounds(name + slash)["range_end"] if slash else response.kvs[0].key + b"\0"
-            bounds = {"key": after, "range_end": bounds["range_end"]}
+        """What the namespace's keys begin with up to their first slash, each once."""
+        request = rpc.RangeRequest(**self._keys.bounds(""), keys_only=True)
+        response = self._connection.call(_range, request).message
+        parts = (self._keys.key_value(kv).key.partition("/") for kv in response.kvs)
+        return list(dict.fromkeys(name for name, slash, _ in parts if slash))
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Set ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
