@@ -113,15 +113,14 @@ class JobPage:
             self._opening = self._loop.run(asyncio.to_thread(_serve, self._settings, change, self._loop))
         if self._server is None:
             return now + _LOOK_S
-        self._announce(self._url(self._server), mirror, lease)
-        seen = id(mirror), mirror.changes
-        if seen == self._seen:
-            return None
-        if now >= self._shown_at + _OVERVIEW_S:
+        seen, again = (id(mirror), mirror.changes), self._shown_at + _OVERVIEW_S
+        news = seen != self._seen
+        if news and now >= again:
             self._seen, self._shown_at = seen, now
             self._server.feed.know(overview(mirror))
-            return None
-        return self._shown_at + _OVERVIEW_S
+            news = False
+        self._announce(self._url(self._server), mirror, lease)
+        return again if news else None
 
     def _note_opened(self, opening: Future[WebServer]) -> None:
         self._opening, self._try_at, self._seen = None, self._clock() + _RETRY_S, None
