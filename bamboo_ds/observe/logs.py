@@ -9,10 +9,10 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from logging.handlers import QueueHandler, QueueListener
-from typing import Protocol
 
 from ..errors import ConfigError
 from .logfiles import TIME_FORMAT, LogFile
+from .outlet import Outlet
 
 LOGGER = "bamboo_ds"
 LEVEL_VARIABLE = "BAMBOO_LOG_LEVEL"
@@ -22,14 +22,6 @@ _MOST_RECORDS = 10_000
 #: Seconds that the end of a process waits for its file.
 _FLUSH_S = 1.0
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
-
-
-class TextSink(Protocol):
-    """What a log is written to."""
-
-    def write(self, text: str) -> object: ...
-
-    def flush(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -136,7 +128,7 @@ def begin_files() -> None:
             handler.begin()
 
 
-def show_by(stream: TextSink | None) -> None:
+def show_by(stream: Outlet | None) -> None:
     """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:
