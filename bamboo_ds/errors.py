@@ -7,6 +7,10 @@ what to do about it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pydantic import ValidationError
 
 #: Exit code of a worker whose job suffered a fatal loss (see :class:`FatalLoss`).
 EXIT_FATAL_LOSS = 86
@@ -239,3 +243,9 @@ class TransferError(BambooError, RuntimeError):
         self.url = url
         self.failure = failure
         self.reason = reason
+
+
+def faults_of(error: ValidationError) -> str:
+    """What is wrong in something that was read, without the values: there are secrets among them."""
+    faults = error.errors(include_url=False, include_input=False, include_context=False)
+    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}" for fault in faults)

@@ -48,7 +48,7 @@ def test_wake_ups_of_what_was_done_before_cut_no_wait_short() -> None:
 
 def test_a_signal_ends_a_wait(handlers: None) -> None:
     mailbox, seen = Mailbox(), []
-    mailbox.take_signals(seen.append)
+    mailbox.take_signals(lambda signum, at: seen.append(signum))
     sender = threading.Timer(0.05, signal.raise_signal, [signal.SIGTERM])
     sender.start()
     assert mailbox.handle_until(lambda: bool(seen), 10.0)

@@ -138,44 +138,29 @@ def test_aws_server_demands_tokens_and_their_life() -> None:
 # -- Google ---------------------------------------------------------------------------------------------
 
 
-def test_google_tells_of_a_preemption_while_it_is_waited_for() -> None:
+def test_google_tells_of_a_preemption_once() -> None:
     with GoogleMetadata() as server, Watching(GcpSource(server.url)) as watching:
-        server.wait_for(lambda: server.waiting == 2)
+        server.wait_for_requests(server.PREEMPTED)
         assert watching.notices.empty()
-        before = server.counts[server.PREEMPTED]
-        server.change(preempted="TRUE")
+        server.preempted = "TRUE"
         notice = watching.next()
         assert (notice.kind, notice.source, notice.deadline_s, notice.vanishes) == ("preempt", "gcp", 30.0, True)
-        server.wait_for_requests(server.PREEMPTED)  # it is asked on, and says the same
-        assert before == 2  # one plain question and one that waited
+        server.wait_for_requests(server.PREEMPTED, 2)  # it is asked on, and says the same
         assert watching.notices.empty()
 
 
 def test_google_migration_is_new_each_time_and_only_a_pause() -> None:
     with GoogleMetadata() as server, Watching(GcpSource(server.url)) as watching:
-        for round_ in range(2):
-            server.wait_for(lambda before=round_: server.told["NONE"] > before)  # type: ignore[misc]
-            server.change(maintenance="MIGRATE_ON_HOST_MAINTENANCE")
+        for _ in range(2):
+            server.wait_for_told("NONE")
+            server.maintenance = "MIGRATE_ON_HOST_MAINTENANCE"
             notice = watching.next()
             assert (notice.kind, notice.deadline_s, notice.vanishes) == ("maintenance", 60.0, False)
-            server.change(maintenance="NONE")
-        server.wait_for(lambda: server.told["NONE"] > 2)
-        server.change(maintenance="TERMINATE_ON_HOST_MAINTENANCE")
+            server.maintenance = "NONE"
+        server.wait_for_told("NONE")
+        server.maintenance = "TERMINATE_ON_HOST_MAINTENANCE"
         notice = watching.next()
         assert (notice.kind, notice.vanishes) == ("maintenance", True)
-
-
-@pytest.mark.parametrize("lacks", ["can_wait", "etags"])
-def test_google_without_waiting_is_asked_plainly(lacks: str, log: Log) -> None:
-    with GoogleMetadata() as server:
-        setattr(server, lacks, False)
-        with Watching(GcpSource(server.url)) as watching:
-            server.wait_for_requests(server.PREEMPTED, 3)
-            assert server.waiting == 0
-            server.preempted = "TRUE"
-            assert watching.next().kind == "preempt"
-        assert server.statuses[400] == (2 if lacks == "can_wait" else 0)
-    assert log.nothing_more()
 
 
 def test_google_preemption_counts_though_the_other_question_fails() -> None:

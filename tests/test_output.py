@@ -1,14 +1,17 @@
-"""What workers write: the way to the terminal, the line of status, and how far members are."""
+"""What workers write: the way to the terminal, and how far members are."""
 
 from __future__ import annotations
 
-import io
+import fcntl
 import os
 import pty
+import queue
 import re
 import select
+import struct
 import subprocess
 import sys
+import termios
 import threading
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +21,7 @@ from typing import Any
 import pytest
 
 from bamboo_ds.control.agent import output
-from bamboo_ds.control.agent.output import Screens, WorkerOutput
+from bamboo_ds.control.agent.output import WorkerOutput
 from bamboo_ds.control.agent.telling import Telling
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
@@ -28,12 +31,10 @@ from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
-from bamboo_ds.launchers import display, screen
-from bamboo_ds.launchers.display import Display
-from bamboo_ds.launchers.progress import Sparse, progress
-from bamboo_ds.launchers.screen import Screen
+from bamboo_ds.launchers.narration import Sparse, progress
+from bamboo_ds.observe import outlet
 from bamboo_ds.observe.logfiles import worker_log
-from bamboo_ds.observe.outlet import Sink
+from bamboo_ds.observe.outlet import Outlet, Sink
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
@@ -48,22 +49,23 @@ DEADLINE_S = 40.0
 
 
 class Relay:
-    """A worker that executes ``script``, an agent's part in its output, and this process in the launcher's place."""
+    """A worker that executes ``script``, and an agent's part in its output, which this process reads or ``stdout``."""
 
     def __init__(
         self,
         folder: Path,
         script: str,
-        terminals: tuple[bool, bool] = (False, False),
+        prefix: bool = False,
         most: int = 64 << 20,
+        stdout: int = subprocess.PIPE,
         hurried: bool = False,
     ) -> None:
         self.file = worker_log(folder, 1)
-        screens = Screens(terminals, (40, 132)).to_argument()
         worker = [sys.executable, "-c", f"import os, sys, time\n{script}"]
+        options = ["1" * prefix, str(most), "1" * hurried]
         self.agent = subprocess.Popen(
-            [sys.executable, "-m", "tests.support.relay", str(folder), screens, str(most), str(int(hurried)), *worker],
-            stdout=subprocess.PIPE,
+            [sys.executable, "-m", "tests.support.relay", str(folder), *options, *worker],
+            stdout=stdout,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
         )
@@ -111,13 +113,29 @@ def test_output_is_copied_as_it_is(tmp_path: Path) -> None:
 
 @pytest.mark.integration
 def test_a_terminal_stays_one(tmp_path: Path) -> None:
+    outside, terminal = pty.openpty()
+    fcntl.ioctl(terminal, termios.TIOCSWINSZ, struct.pack("4H", 40, 132, 0, 0))
     relay = Relay(
         tmp_path,
         "print(os.isatty(1), os.isatty(2), *os.get_terminal_size(), flush=True); os.write(1, b'a\\tb\\n\\x1b[31mred')",
-        terminals=(True, False),
+        stdout=terminal,
     )
-    assert relay.rest()[0] == b"True False 132 40\na\tb\n\x1b[31mred", "not changed by the terminal"
+    relay.rest()
+    shown = b""
+    while not shown.endswith(b"red"):
+        shown += os.read(outside, 1000)
+    assert shown == b"True False 132 40\r\na\tb\r\n\x1b[31mred", "the worker's terminal changes nothing"
     assert relay.lines() == [b"True False 132 40", b"a\tb", b"\x1b[31mred"]
+    os.close(outside)
+    os.close(terminal)
+
+
+@pytest.mark.integration
+def test_prefixes(tmp_path: Path) -> None:
+    """Of whole lines, as a terminal shows them; scripts see a pipe."""
+    relay = Relay(tmp_path, "os.write(1, b'\\r 10%\\r 20%\\nwords without an end')", prefix=True)
+    assert relay.rest()[0] == b"[1]  20%\n[1] words without an end\n"
+    assert relay.lines() == [b" 20%", b"words without an end"]
 
 
 @pytest.mark.integration
@@ -210,6 +228,7 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
         raise OSError("out of pty devices")
 
     monkeypatch.setattr(output.os, "openpty", none_left)
+    monkeypatch.setattr(output.os, "isatty", lambda fd: fd == 2)
     monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
     common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
     (tmp_path / "file").write_text("")
@@ -218,7 +237,7 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
         AgentSettings(**common),
         AgentSettings(**common, logs=str(tmp_path), tee=False),
         AgentSettings(**common, logs=str(tmp_path / "file")),
-        AgentSettings(**common, logs=str(tmp_path), screen=Screens((False, True), (40, 132)).to_argument()),
+        AgentSettings(**common, logs=str(tmp_path)),
     ):
         found = WorkerOutput(settings)
         found.start("m1-a", 7)
@@ -230,94 +249,28 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
     assert told[1][2] == "out of pty devices"
 
 
-# -- what the launcher shows ----------------------------------------------------------------------------------
-
-
-class Shown:
-    """A display of two workers, and what it shows."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, prefix: bool) -> None:
-        self.bytes, self.arrived = io.BytesIO(), threading.Condition()
-        monkeypatch.setattr(Sink, "write", lambda sink, data: self._take(data))
-        self.ended = threading.Event()
-        self.display = Display(Screen(alone=False), prefix, self.ended.set)
-        self.workers = []
-        for slot in (0, 1):
-            reading, writing = os.pipe()
-            self.display.add(slot, reading, 1)
-            self.workers.append(writing)
-        self.display.start()
-
-    def _take(self, data: bytes) -> None:
-        with self.arrived:
-            self.bytes.write(data)
-            self.arrived.notify_all()
-
-    def wait(self, text: bytes) -> None:
-        with self.arrived:
-            assert self.arrived.wait_for(lambda: text in self.bytes.getvalue(), DEADLINE_S), self.bytes.getvalue()
-
-    def end(self) -> bytes:
-        for fd in self.workers:
-            os.close(fd)
-        assert self.ended.wait(DEADLINE_S)
-        return self.bytes.getvalue()
-
-
 def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(display, "_REST_S", 1e6)
-    shown = Shown(monkeypatch, prefix=False)
-    os.write(shown.workers[0], b"half of ")
-    os.write(shown.workers[1], b"whole\n")
-    shown.wait(b"whole\n")
-    monkeypatch.setattr(display, "_REST_S", 0.0)
-    os.write(shown.workers[1], b"soon\n")
-    shown.wait(b"whole\nsoon\nhalf of ")
-    os.write(shown.workers[0], b"a line\n\r 10%")
-    shown.wait(b"half of a line\n\r 10%")
-    os.write(shown.workers[0], b"\r 20%")
-    shown.wait(b"\r 20%")
-    monkeypatch.setattr(display, "_REST_S", 1e6)
-    os.write(shown.workers[0], b"\r 30%")
-    assert shown.end() == b"whole\nsoon\nhalf of a line\n\r 10%\r 20%\r 30%"
-
-
-def test_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown = Shown(monkeypatch, prefix=True)
-    os.write(shown.workers[1], b"\r 10%\r 20%\nwords without an end")
-    assert shown.end() == b"[1]  20%\n[1] words without an end\n"
-
-
-def test_the_status_never_mixes_with_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    written = io.BytesIO()
-    monkeypatch.setattr(Sink, "write", lambda sink, data: written.write(data))
-    monkeypatch.setattr(screen.os, "get_terminal_size", lambda fd: SimpleNamespace(columns=20))
-    terminal = Screen(alone=False)
-    terminal.live, terminal._terminal = True, {1, 2}
-    status = b"\x1b[2m[bamboo] builds\x1b[0m"
-    terminal.status("builds")
-    terminal.show(b"a line\n", 1)
-    terminal.show(b"half", 1)
-    terminal.status("builds more and more")
-    terminal.show(b" a line\n", 1)
-    terminal.status(None)
-    erase = b"\r\x1b[2K"
-    more = b"\x1b[2m[bamboo] builds mor\x1b[0m"
-    assert written.getvalue() == status + erase + b"a line\n" + status + erase + b"half a line\n" + more + erase
-
-
-def test_only_a_terminal_that_is_ours_alone_has_a_status(monkeypatch: pytest.MonkeyPatch) -> None:
-    outside, terminal = pty.openpty()
-    monkeypatch.setattr(screen.os, "isatty", lambda fd: True)
-    real = os.fstat(terminal)
-    monkeypatch.setattr(screen.os, "fstat", lambda fd: real)
-    monkeypatch.setenv("TERM", "xterm")
-    assert Screen(alone=True).live and not Screen(alone=False).live
-    monkeypatch.setenv("TERM", "dumb")
-    assert not Screen(alone=True).live
-    monkeypatch.undo()
-    os.close(outside)
-    os.close(terminal)
+    """So lines of several workers are not mixed, whose agents share a terminal."""
+    written: queue.Queue[bytes] = queue.Queue()
+    sink: Any = SimpleNamespace(write=written.put, missed=0)
+    monkeypatch.setattr(outlet, "_REST_S", 1e6)
+    shown = Outlet(sink)
+    shown.show(b"half of ")
+    shown.show(b"a line\nand the")
+    assert written.get(timeout=DEADLINE_S) == b"half of a line\n"
+    shown.show(b" next\n")
+    assert written.get(timeout=DEADLINE_S) == b"and the next\n"
+    shown.show(b"x" * 5000)
+    assert written.get(timeout=DEADLINE_S) == b"x" * 4096
+    shown.show(b"\n")
+    assert written.get(timeout=DEADLINE_S) == b"x" * 904 + b"\n"
+    monkeypatch.setattr(outlet, "_REST_S", 0.0)
+    shown.show(b"\r 10%")
+    assert written.get(timeout=DEADLINE_S) == b"\r 10%"
+    monkeypatch.setattr(outlet, "_REST_S", 1e6)
+    shown.show(b"\r 20%")
+    shown.close()
+    assert written.get(timeout=DEADLINE_S) == b"\r 20%" and shown.empty
 
 
 # -- progress -------------------------------------------------------------------------------------------------
@@ -353,7 +306,7 @@ def test_what_members_are_at_is_one_line() -> None:
     assert line() is None
 
 
-def test_where_lines_stay_there_are_few() -> None:
+def test_of_what_takes_long_there_are_few_lines() -> None:
     sparse = Sparse(0.0)
     lines = [
         (1, "a"),

@@ -19,8 +19,7 @@ import yaml
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import BambooConfig, parse_block
-from bamboo_ds.control.once import put_once
-from bamboo_ds.control.registry.access import open_store
+from bamboo_ds.control.registry.access import open_store, put_once
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions

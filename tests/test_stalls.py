@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from bamboo_ds.worker import stalls as module
-from bamboo_ds.worker.activity import Activity
+from bamboo_ds.worker import activity as module
+from bamboo_ds.worker.activity import FIRST_REPORT_S, Activity, Stalls
 from bamboo_ds.worker.channel import WorkerChannel
-from bamboo_ds.worker.stalls import FIRST_REPORT_S, Stalls
 
 from .support.etcd import wait_until
 from .support.jobs import run_text

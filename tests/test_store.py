@@ -101,9 +101,12 @@ def test_a_write_may_depend_on_other_keys(store: Store) -> None:
     store.put("plan", "1")
     plan = store.get("plan")
     assert plan is not None
-    assert not store.create("stop", "x", given={"plan": 0}) and store.get("stop") is None
-    assert not store.create("stop", "x", given={"plan": plan.mod_revision, "other": 7}) and store.get("stop") is None
-    assert store.create("stop", "x", given={"plan": plan.mod_revision, "other": 0})
+    assert not store.compare_and_swap("stop", 0, "x", given={"plan": 0}) and store.get("stop") is None
+    assert (
+        not store.compare_and_swap("stop", 0, "x", given={"plan": plan.mod_revision, "other": 7})
+        and store.get("stop") is None
+    )
+    assert store.compare_and_swap("stop", 0, "x", given={"plan": plan.mod_revision, "other": 0})
     store.put("plan", "2")
     assert not store.compare_and_swap("stop", 0, "y", given={"plan": plan.mod_revision})
 

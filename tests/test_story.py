@@ -19,7 +19,6 @@ from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.launchers.folders import folder_of, with_logs
 from bamboo_ds.launchers.narration import Narration, banner
-from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe import events
 from bamboo_ds.observe.events import Event, EventWriter
 from bamboo_ds.observe.story import Story, printed
@@ -382,7 +381,7 @@ def test_a_narration_that_fails_is_one_warning(
 ) -> None:
     path = write(tmp_path / "events.jsonl", begun())
     options = MemberOptions(job="gpt", command=(), events=str(path))
-    narration = Narration(options, Screen(alone=False), False)
+    narration = Narration(options, False)
     narration.leave()  # there is no etcd
     narration.begin(["the banner"], "")
     write(path, [lost(10, M2), at(20, events.RunFinished, 0, None, exit_code=86, run_seconds=20)])
@@ -394,7 +393,7 @@ def test_a_narration_that_fails_is_one_warning(
     )
     assert "12:00:00" not in told, "what was there before is not told"
     options = MemberOptions(job="gpt", command=(), events=str(path))
-    narration = Narration(options, Screen(alone=False), False)
+    narration = Narration(options, False)
     narration.leave()  # there is no etcd
     narration.begin(["the banner"], "")
     path.unlink()

@@ -18,6 +18,7 @@ import click
 from rich.table import Table
 
 from ..config import config_path_from_argv
+from ..control.agent.command import place_variables
 from ..control.settings import MemberOptions
 from ..launchers.network import LOOPBACK
 from ..launchers.run import LocalSlots
@@ -181,18 +182,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment(address: str, slots: LocalSlots) -> dict[str, str]:
     """What a worker of rank 0 is told."""
-    size = str(slots.workers)
-    told = {
-        "RANK": "0",
-        "WORLD_SIZE": size,
-        "LOCAL_RANK": "0",
-        "LOCAL_WORLD_SIZE": size,
-        "LOCAL_SIZE": size,
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
-        "MASTER_ADDR": address,
-        "MASTER_PORT": "29500",
-    }
+    told = place_variables(0, slots.workers, address, 29500) | {"RANK": "0", "WORLD_SIZE": str(slots.workers)}
     if slots.pipelines is not None:
         told["BAMBOO_PIPELINES"] = str(slots.pipelines)
     return told if "OMP_NUM_THREADS" in os.environ else {**told, "OMP_NUM_THREADS": "1"}

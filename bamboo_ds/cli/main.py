@@ -12,8 +12,7 @@ from dataclasses import replace
 
 import click
 
-from ..control.once import put_once
-from ..control.registry.access import check_secret, open_store
+from ..control.registry.access import check_secret, open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import StopRecord
@@ -23,12 +22,12 @@ from ..errors import EXIT_OVER, EXIT_STOPPED, BambooError, ConfigError, JobOver,
 from ..job_settings import JobSettings
 from ..launchers import jobs
 from ..launchers.folders import with_logs
-from ..launchers.narration import banner
+from ..launchers.narration import banner, marked
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
 from ..launchers.run import Launcher, LocalSlots
-from ..launchers.screen import Screen
 from ..observe import logs
+from ..observe.outlet import Sink
 from ..secret import find
 from ..version import __version__
 from .chaos import chaos
@@ -240,7 +239,7 @@ def join(
     )
     options = with_logs(options, logs)
     if not quiet:
-        Screen(alone=False).say(banner(options, "a member joins", location.store))
+        Sink(2).write(marked(banner(options, "a member joins", location.store)))
     become_agent(prepare(options, start, wait_s, tells=not quiet))
 
 

@@ -27,7 +27,7 @@ from ..processes import adopt_orphans
 from ..simulate.profile import Profile
 from ..simulate.profiling import WARM_UP, Told, layers_of
 from .building import Built
-from .demo.jobs import DemoJob, Interrupt
+from .demo.jobs import DemoJob, ended_by_signals
 from .dry_run import build
 from .options import check_script, read_job
 
@@ -116,10 +116,9 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
             share = f"{workers} workers share {cores} cores"
             click.echo(f"bamboo: {share}: times are too long if they compute there", err=True)
         adopt_orphans()
-        interrupt = Interrupt()
 
         what = f"the job of {script}"
-        with interrupt.watching(), DemoJob(what, folder, lambda line: None, _SILENCE_S) as job:
+        with ended_by_signals() as check, DemoJob(what, folder, lambda line: None, _SILENCE_S) as job:
             run = _Measurement(steps, jobs.random_name(), built.stages, job)
             events = job.follow(run.on_event)
             options = ["run", "--quiet", "--measured", "-n", str(workers), "--job", run.name]
@@ -127,7 +126,7 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
             argv = [sys.executable, "-m", "bamboo_ds.cli.main", *options, script, *arguments]
             # Passes on GPUs are timed where they are launched.
             job.start(argv, {"CUDA_LAUNCH_BLOCKING": "1", **os.environ}, Path.cwd())
-            job.serve(interrupt.check)
+            job.serve(check)
         if run.mirror is None:
             raise ConfigError(
                 f"{script} ends after {run.done} iterations, --steps asks for {steps}: let it train longer, or choose "

@@ -100,8 +100,7 @@ class AgentSettings(MemberOptions):
         after_epoch: plans up to this one are over.
         restart_from: folder of the checkpoint that the job goes on from.
         extra: slots of further workers to start, by rank.
-        screen: what the launcher, which shows the output of agents, shows it on; see
-            :class:`~bamboo_ds.control.agent.output.Screens`. ``None``: the agent's own output is shown as it is.
+        prefix: each line of the worker's output is shown with the slot in front.
         tells: it tells in the terminal what becomes of its member.
         launched: another launcher has placed the slot: what that says of the host (``LOCAL_RANK``, ``MASTER_ADDR``, …)
             holds for the worker.
@@ -123,7 +122,7 @@ class AgentSettings(MemberOptions):
     restart_from: str | None = None
     extra: Mapping[int, int] = field(default_factory=dict)
     rejoins: int = 0
-    screen: str | None = None
+    prefix: bool = False
     tells: bool = False
     launched: bool = False
 

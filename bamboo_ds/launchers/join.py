@@ -13,8 +13,7 @@ from typing import NoReturn
 from tenacity import Retrying, retry_if_exception, retry_if_result, stop_after_delay, wait_fixed
 
 from ..control.leader.restarts import unstarted_plan
-from ..control.once import put_once
-from ..control.registry.access import check_secret, open_store
+from ..control.registry.access import check_secret, open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over

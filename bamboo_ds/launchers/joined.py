@@ -7,8 +7,7 @@ import signal
 import time
 from collections.abc import Callable, Container
 
-from ..control.once import put_once
-from ..control.registry.access import open_store
+from ..control.registry.access import open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import MemberRecord, StopRecord

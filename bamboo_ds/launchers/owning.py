@@ -18,7 +18,7 @@ from ..observe.events import Event, EventWriter, RunFinished
 from ..secret import keep
 from . import jobs
 from .narration import Narration, banner
-from .slots import AGENT_GRACE_S, Slots
+from .slots import Slots
 
 EMBEDDED = "embedded"
 
@@ -51,21 +51,21 @@ class JobOwner(Slots, ABC):
                 events = stack.enter_context(EventWriter(options.events))
             except OSError as error:
                 raise ConfigError(f"cannot write events to {options.events}: {error}") from error
-            narration = Narration(options, self._screen, quiet)
+            narration = Narration(options, quiet)
             stack.callback(narration.end)
             stack.enter_context(self._prepared({child.pid for child in psutil.Process().children()}))
             state_file = self._own_job(stack)
             begin = time.monotonic()
             for event in self._beginning():
                 emit_or_log(events, event)
-            self._handle_signals()
+            self._mailbox.handle_all()
             if self._interrupted is None:
                 self._start(state_file, stack)
             store = self._options.store
             narration.begin(banner(options, self.what, store), store)
             self._follow()
             narration.leave()
-            self._loop.join_background(AGENT_GRACE_S)
+            self._join_background()
             code = self._result()
             tell_finished(events, options.job, code, begin)
             return code

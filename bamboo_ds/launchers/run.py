@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
-from ..control.agent.output import Screens
 from ..control.settings import MemberOptions, in_slot
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import Event, RunStarted
@@ -48,8 +47,7 @@ class Launcher(JobOwner):
 
     def __init__(self, options: MemberOptions, slots: LocalSlots, prefix_output: bool) -> None:
         options = replace(options, secret=given(os.environ) or JobSecret.new())
-        tees = options.tee and options.logs is not None
-        super().__init__(options, range(slots.workers), tees or prefix_output, prefix_output)
+        super().__init__(options, range(slots.workers))
         self._local, self._prefix_output = slots, prefix_output
         self._embedded = options.store == EMBEDDED
         self.what = f"{slots.workers} members on this host"
@@ -61,7 +59,6 @@ class Launcher(JobOwner):
     def _start(self, state_file: str, stack: ExitStack) -> None:
         options, local = self._options, self._local
         port = free_port(options.address)
-        screens = Screens() if self._prefix_output else Screens.own()
         for slot in range(local.workers):
             agent = in_slot(
                 replace(options, host=local.host_of(slot) or options.host),
@@ -72,7 +69,7 @@ class Launcher(JobOwner):
                 pipelines=local.pipelines,
                 state_file=state_file,
                 generation=0,
-                screen=screens.to_argument() if self._shows else None,
+                prefix=self._prefix_output,
             )
             self._spawn(agent)
 

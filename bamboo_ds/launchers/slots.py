@@ -8,23 +8,22 @@ import logging
 import os
 import signal
 import subprocess
+import threading
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
+from multiprocessing.connection import wait
 from typing import BinaryIO
 
+from ..control.agent.mailbox import Mailbox
 from ..control.agent.neighbours import report_dead_agent
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord
 from ..control.settings import AgentSettings, MemberOptions
 from ..errors import LaunchError, StoreError
-from ..observe import logs
 from ..processes import adopt_orphans, end_descendants, reap_adopted
 from . import joined
-from .display import Display
-from .loop import Loop
-from .screen import Screen
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -39,18 +38,13 @@ _STORE_TIMEOUT_S = 10.0
 _TELL_S = 2.0
 #: Seconds beyond the workers' grace that members of other slots get when the job is ended.
 OTHERS_S = 5.0
-#: Seconds that a terminal which takes nothing gets for the last output of agents, once the job was told to end.
-_LAST_S = 1.0
 
 
 class _Agent:
     """An agent process and what it tells."""
 
-    def __init__(self, settings: AgentSettings, shows: bool) -> None:
+    def __init__(self, settings: AgentSettings) -> None:
         read_end, write_end = os.pipe()
-        output = error = subprocess.PIPE if shows else None
-        if shows and os.path.samestat(os.fstat(1), os.fstat(2)):
-            error = subprocess.STDOUT  # so that the order stays
         # Until the agent handles it, a request to leave would kill it.
         signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
         try:
@@ -58,8 +52,6 @@ class _Agent:
                 settings.agent_command,
                 env=dataclasses.replace(settings, result_fd=write_end).environment(),
                 stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=error,
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
             )
@@ -92,19 +84,14 @@ class Slots:
     Args:
         options: of every member; with URLs of etcd at the latest before the first of them is started.
         own: numbers of the slots.
-        shows: whether this process shows the output of agents; else they write where it does.
-        prefix_output: whether each line of that begins with its slot.
     """
 
-    def __init__(
-        self, options: MemberOptions, own: Collection[int], shows: bool = False, prefix_output: bool = False
-    ) -> None:
+    def __init__(self, options: MemberOptions, own: Collection[int]) -> None:
         self._options = options
         self._slots = own
-        self._loop = Loop()
-        self._shows = shows
-        self._screen = Screen(alone=shows)
-        self._display = Display(self._screen, prefix_output, self._loop.wake)
+        self._mailbox = Mailbox()
+        self._watched: dict[int, Callable[[], None]] = {}  # by pidfd: what follows from the end of the process
+        self._background: list[threading.Thread] = []
         self._agents: dict[int, _Agent] = {}  # by slot; the running ones
         self._departures: list[LeftRecord] = []
         self._interrupted: int | None = None
@@ -121,17 +108,41 @@ class Slots:
         """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
         adopt_orphans()
         with ExitStack() as stack:
-            if self._screen.live:
-                logs.show_by(self._screen)
-                stack.callback(logs.show_by, None)
             stack.callback(end_descendants, spare)
-            stack.enter_context(self._loop.running())
+            stack.callback(self._mailbox.close)
+            stack.callback(self._mailbox.take_signals(self._interrupt))
+            before = signal.signal(signal.SIGCHLD, lambda signum, _: self._mailbox.post(self._reap))
+            stack.callback(signal.signal, signal.SIGCHLD, before)
             yield
+
+    def _reap(self) -> None:
+        """Collect dead children that nobody waits for, such as the worker of an agent that was killed."""
+        reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
+
+    def _watch_process(self, pid: int, on_end: Callable[[], None], stack: ExitStack) -> None:
+        """Have ``on_end`` called once when the process ``pid``, which need not be a child, is dead.
+
+        Raises:
+            ProcessLookupError: it is already.
+        """
+        pidfd = os.pidfd_open(pid)
+        stack.callback(os.close, pidfd)
+        self._watched[pidfd] = on_end
+
+    def _in_background(self, action: Callable[[], None]) -> None:
+        """Run ``action`` in a thread."""
+        self._background.append(threading.Thread(target=action, daemon=True))
+        self._background[-1].start()
+
+    def _join_background(self) -> None:
+        """Wait for the threads, but not for long."""
+        for thread in self._background:
+            thread.join(AGENT_GRACE_S)
 
     def _stop_soon(self) -> None:
         """Stop now instead of at the time that is set. Callable from any thread."""
         self._stop_at = time.monotonic()
-        self._loop.wake()
+        self._mailbox.post(lambda: None)
 
     # -- etcd and the others ------------------------------------------------------------------------
 
@@ -146,7 +157,7 @@ class Slots:
             self._etcd_ended = True
             logger.error("the embedded etcd has ended for good: %s", self._without_etcd())
 
-        self._loop.watch_process(supervisor, ended, stack)
+        self._watch_process(supervisor, ended, stack)
 
     def _without_etcd(self) -> str:
         """What becomes of a job without etcd."""
@@ -172,7 +183,7 @@ class Slots:
             joined.tell_to_stop(self._options, signum, told)
             self._stop_soon()
 
-        self._loop.in_background(tell)
+        self._in_background(tell)
 
     def _await_joined(self, quiet: bool, departed: bool = False) -> int | None:
         """Stay for members that have joined, as long as they go on; see :func:`.joined.await_end`."""
@@ -188,24 +199,18 @@ class Slots:
 
     def _spawn(self, settings: AgentSettings) -> None:
         """Start the agent of one slot."""
-        agent = _Agent(settings, self._shows)
+        agent = _Agent(settings)
         self._agents[agent.slot] = agent
 
         def ended() -> None:
-            self._loop.forget(agent.pidfd)
             agent.reap()
             del self._agents[agent.slot]
             self._judge(agent)
 
-        self._loop.when_readable(agent.pidfd, ended)
-        for source, target in ((agent.process.stdout, 1), (agent.process.stderr, 2)):
-            if source is not None:
-                with source:
-                    self._display.add(agent.slot, os.dup(source.fileno()), target)
+        self._watched[agent.pidfd] = ended
 
     def _serve(self) -> None:
-        """Until all agents are gone, and what they have written is shown."""
-        self._display.start()
+        """Until all agents are gone."""
         while self._agents:
             self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
             if self._kill_at is not None and time.monotonic() >= self._kill_at:
@@ -214,21 +219,17 @@ class Slots:
                     self._signal_agents(signal.SIGKILL)  # the kernel ends their workers with them
                 else:
                     self._stop()
-        last_at = time.monotonic() + _LAST_S
-        while self._display.alive and (self._interrupted is None or time.monotonic() < last_at):
-            self._attend(_LAST_S)
 
     def _attend(self, timeout_s: float | None) -> None:
         """Handle what happens within ``timeout_s`` seconds, if anything."""
         if self._stop_at is not None:
             left = max(0.0, self._stop_at - time.monotonic())
             timeout_s = left if timeout_s is None else min(timeout_s, left)
-        self._loop.turn(timeout_s)
-        if self._loop.child_died:
-            self._loop.child_died = False
-            # The worker of an agent that was killed.
-            reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
-        self._handle_signals()
+        self._mailbox.handle_next(timeout_s, list(self._watched))
+        self._mailbox.handle_all()
+        for pidfd in wait(list(self._watched), 0.0):
+            assert isinstance(pidfd, int)
+            self._watched.pop(pidfd)()
         if self._stop_at is not None and time.monotonic() >= self._stop_at:
             self._stop_at = None
             self._stop()
@@ -239,7 +240,7 @@ class Slots:
         if departure is None:
             logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)
             if not self._stopping:
-                self._loop.in_background(lambda: self._report_dead_agent(agent))
+                self._in_background(lambda: self._report_dead_agent(agent))
             return
         self._departures.append(departure)
         if departure.outcome == "failed" and not self._stopping:
@@ -267,10 +268,6 @@ class Slots:
                         report_dead_agent(store, member, died, f"agent died with exit status {status}")
         except StoreError as error:
             logger.error("cannot report the death of slot %d, its lease will run out: %s", agent.slot, error)
-
-    def _handle_signals(self) -> None:
-        while self._loop.signals:
-            self._interrupt(*self._loop.signals.pop(0))
 
     def _interrupt(self, signum: int, at: float) -> None:
         if signum == signal.SIGUSR1:

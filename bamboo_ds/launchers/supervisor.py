@@ -33,7 +33,7 @@ from ..observe.events import EventWriter, RunStarted
 from ..processes import started
 from . import jobs, joined
 from .owning import tell_finished
-from .slots import AGENT_GRACE_S, OTHERS_S, Slots
+from .slots import OTHERS_S, Slots
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -99,7 +99,7 @@ class RankSupervisor(Slots):
             self._spawn(replace(agent, parent_pid=os.getpid(), state_file=state_file))
             self._serve()
             code = self._result()
-            self._loop.join_background(AGENT_GRACE_S)
+            self._join_background()
             if task.owner:
                 tell_finished(events, agent.job, code, begin)
                 if not task.embedded:
@@ -119,10 +119,10 @@ class RankSupervisor(Slots):
         def ended() -> None:
             logger.error("bamboo launch is gone: the worker of slot %d ends", self._agent.slot)
             if self._interrupted is None:
-                self._loop.receive(signal.SIGTERM)
+                self._interrupt(signal.SIGTERM, time.monotonic())
 
         try:
-            self._loop.watch_process(pid, ended, stack)
+            self._watch_process(pid, ended, stack)
         except ProcessLookupError:
             ended()
             return

@@ -58,7 +58,7 @@ class Wrapper(JobOwner):
         except OSError as error:
             raise LaunchError(f"cannot start {command[0]}: {error}") from error
         self._own.add(self._launcher.pid)
-        self._loop.watch_process(self._launcher.pid, lambda: None, stack)
+        self._watch_process(self._launcher.pid, lambda: None, stack)
 
     def _environment(self, stack: ExitStack) -> dict[str, str]:
         """What the processes of the launcher are told."""

@@ -13,7 +13,7 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config import SOURCE_NAMES
-from ..errors import ProtocolError
+from ..errors import ProtocolError, faults_of
 from .event_base import GLOBAL_STEP, SCHEMA, Consumed, EventBase, Role
 from .event_writer import EventWriter as EventWriter
 
@@ -405,11 +405,7 @@ def parse_line(path: Path | str, number: int, line: bytes) -> Event:
     try:
         return parse_event(line)
     except ValidationError as error:
-        faults = "; ".join(
-            f"{'.'.join(str(part) for part in fault['loc']) or 'line'}: {fault['msg']}"
-            for fault in error.errors(include_url=False, include_input=False)
-        )
-        raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults}") from error
+        raise ProtocolError(f"{path}:{number}: not an event of schema {SCHEMA}: {faults_of(error)}") from error
 
 
 def read_events(path: Path | str) -> Iterator[Event]:

@@ -9,10 +9,10 @@ import sys
 import threading
 from dataclasses import dataclass, replace
 from logging.handlers import QueueHandler, QueueListener
-from typing import Protocol
 
 from ..errors import ConfigError
 from .logfiles import TIME_FORMAT, LogFile
+from .outlet import Outlet
 
 LOGGER = "bamboo_ds"
 LEVEL_VARIABLE = "BAMBOO_LOG_LEVEL"
@@ -22,14 +22,6 @@ _MOST_RECORDS = 10_000
 #: Seconds that the end of a process waits for its file.
 _FLUSH_S = 1.0
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
-
-
-class TextSink(Protocol):
-    """What a log is written to."""
-
-    def write(self, text: str) -> object: ...
-
-    def flush(self) -> object: ...
 
 
 @dataclass(frozen=True)
@@ -68,14 +60,13 @@ class _ContextFilter(logging.Filter):
         return True
 
 
-def configure(default_level: int = logging.WARNING) -> logging.Logger:
+def configure() -> logging.Logger:
     """Send the package's log to stderr, once per process; later calls change nothing.
 
-    The level is ``BAMBOO_LOG_LEVEL`` if set, else ``default_level``. Raises :class:`ConfigError` for an
-    unknown level.
+    The level is ``BAMBOO_LOG_LEVEL`` if set, else WARNING. Raises :class:`ConfigError` for an unknown level.
     """
     logger = logging.getLogger(LOGGER)
-    level = level_from_environment(default_level)
+    level = level_from_environment()
     with _lock:
         if any(getattr(handler, "_bamboo", False) for handler in logger.handlers):
             return logger
@@ -137,7 +128,7 @@ def begin_files() -> None:
             handler.begin()
 
 
-def show_by(stream: TextSink | None) -> None:
+def show_by(stream: Outlet | None) -> None:
     """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:
@@ -145,11 +136,11 @@ def show_by(stream: TextSink | None) -> None:
                 handler.setStream(sys.stderr if stream is None else stream)
 
 
-def level_from_environment(default_level: int = logging.WARNING) -> int:
+def level_from_environment() -> int:
     """The level that ``BAMBOO_LOG_LEVEL`` asks for; raises :class:`ConfigError` for an unknown one."""
     name = os.environ.get(LEVEL_VARIABLE, "").strip().upper()
     if not name:
-        return default_level
+        return logging.WARNING
     if name not in _LEVELS:
         raise ConfigError(f"{LEVEL_VARIABLE}={name!r} is no log level; use one of {', '.join(_LEVELS)}")
     return int(getattr(logging, name))

@@ -12,6 +12,8 @@ logger = logging.getLogger("bamboo_ds.observe")
 
 #: Bytes that wait to be shown; what exceeds them is not.
 MOST_WAITING = 64 << 20
+#: Seconds that the rest of a line may take to come until it is shown without.
+_REST_S = 0.05
 #: What is written later may find room again.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 _NOT_SHOWN = "\n[bamboo] %d bytes were not shown\n"
@@ -89,8 +91,10 @@ class Outlet:
                 self._changed.wait_for(lambda: not self.empty or self._closed)
                 if self.empty:
                     return
-                # Lines of several processes that share a pipe stay in one piece if they are short.
+                self._changed.wait_for(self._has_line, _REST_S)
+                # Lines of several processes that share a pipe or a terminal stay in one piece if they are short.
                 data = bytes(self._waiting[: select.PIPE_BUF])
+                data = data[: data.rfind(b"\n") + 1] or data
                 missed = 0 if data else self._missed
             self._sink.missed += missed
             self._sink.write(data)
@@ -98,6 +102,11 @@ class Outlet:
                 del self._waiting[: len(data)]
                 self._missed -= missed
                 self.shown += len(data)
+
+    def _has_line(self) -> bool:
+        """Whether nothing is gained by waiting for the end of a line."""
+        whole = not self._waiting or len(self._waiting) >= select.PIPE_BUF
+        return whole or b"\n" in self._waiting or self._closed
 
     def close(self) -> None:
         """End when nothing waits, and wait for that."""

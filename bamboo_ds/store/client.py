@@ -94,31 +94,25 @@ class Store:
 
     def get_prefix(self, prefix: str) -> Snapshot:
         """All keys that start with ``prefix`` at one revision (linearizable)."""
-        return self._keys.snapshot(self._connection.call(_range, self._keys.range_request(prefix)).message)
+        response = self._connection.call(_range, rpc.RangeRequest(**self._keys.bounds(prefix))).message
+        entries = {kv.key: kv for kv in map(self._keys.key_value, response.kvs)}
+        return Snapshot(entries, response.header.revision)
 
     def folders(self) -> list[str]:
-        """What the namespace's keys begin with up to their first slash, each once, by one small request for each."""
-        found: list[str] = []
-        bounds = self._keys.bounds("")
-        while True:
-            request = rpc.RangeRequest(**bounds, limit=1, keys_only=True)
-            response = self._connection.call(_range, request).message
-            if not response.kvs:
-                return found
-            name, slash, _ = self._keys.key_value(response.kvs[0]).key.partition("/")
-            if slash:
-                found.append(name)
-            after = self._keys.bounds(name + slash)["range_end"] if slash else response.kvs[0].key + b"\0"
-            bounds = {"key": after, "range_end": bounds["range_end"]}
+        """What the namespace's keys begin with up to their first slash, each once."""
+        request = rpc.RangeRequest(**self._keys.bounds(""), keys_only=True)
+        response = self._connection.call(_range, request).message
+        parts = (self._keys.key_value(kv).key.partition("/") for kv in response.kvs)
+        return list(dict.fromkeys(name for name, slash, _ in parts if slash))
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
         """Set ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
-    def create(self, key: str, value: str, lease: Lease | None = None, given: Mapping[str, int] | None = None) -> bool:
-        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease, given)``."""
-        return self.compare_and_swap(key, 0, value, lease, given)
+    def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
+        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
+        return self.compare_and_swap(key, 0, value, lease)
 
     def compare_and_swap(
         self,

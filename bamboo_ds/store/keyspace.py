@@ -1,4 +1,4 @@
-"""Keys inside a namespace, and requests about them."""
+"""Keys inside a namespace."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..secret import NONE, JobSecret
-from .connection import rpc
-from .records import KeyValue, Snapshot
+from .records import KeyValue
 
 
 class Keyspace:
@@ -54,12 +53,3 @@ class Keyspace:
             genuine=genuine,
             sealed=text != value,
         )
-
-    def snapshot(self, response: Any) -> Snapshot:
-        """The answer to a range request."""
-        entries = {kv.key: kv for kv in map(self.key_value, response.kvs)}
-        return Snapshot(entries, response.header.revision)
-
-    def range_request(self, prefix: str) -> Any:
-        """All keys that start with ``prefix``."""
-        return rpc.RangeRequest(**self.bounds(prefix))

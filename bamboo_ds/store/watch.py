@@ -150,7 +150,7 @@ class Watch:
         log.info("etcd has ended the watch of %r: %s", self._prefix, response.cancel_reason or "no reason given")
         stream.link.forget_token()
         try:
-            self._connection.call(lambda link: link.kv.Range, self._keys.range_request(self._prefix))
+            self._connection.call(lambda link: link.kv.Range, rpc.RangeRequest(**self._keys.bounds(self._prefix)))
         except StoreUnavailable as error:
             raise Broken(str(error)) from error
 

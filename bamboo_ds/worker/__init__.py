@@ -4,7 +4,7 @@
 :mod:`.job`            the job of this process: entering epochs, waiting for plans, who speaks for a rank
 :mod:`.exit`           how the script ends, and with which exit code
 :mod:`.channel`        this end of the channel to the agent: plans come in, reports and heartbeats go out
-:mod:`.activity`       what the main thread does, for heartbeats; :mod:`.stalls` logs where it stands still
+:mod:`.activity`       what the main thread does, for heartbeats, and where it stands still, for the log
 :mod:`.plan_changes`   what a script may learn of changes of the plan
 =====================  ==================================================================================
 

@@ -8,8 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, Peers, PlanPush, parse_to_worker
@@ -27,7 +26,6 @@ from ..forking import only_here
 from ..job_settings import JobSettings
 from ..observe.ring import SpanRing
 from ..secret import NONE, JobSecret, taken
-from ..topology.block_costs import BlockSeconds
 from ..topology.memory import StageMemory
 from ..topology.plan import Plan
 from ..topology.roles import Layout
@@ -40,8 +38,7 @@ from ..variables import (
     ENV_RESTART_FROM,
     ENV_SETTINGS,
 )
-from .activity import Activity
-from .stalls import Stalls
+from .activity import Activity, Stalls
 
 logger = logging.getLogger("bamboo_ds.control.channel")
 
@@ -297,31 +294,9 @@ class WorkerChannel:
                 self._layout = self._layout.model_copy(update={"every_rank": True})
                 self._send(self._layout)
 
-    def report_state(
-        self,
-        epoch: int,
-        replicas: Sequence[int],
-        place: PeerAddress | None = None,
-        cuts: Mapping[int, tuple[int, ...]] = MappingProxyType({}),
-        seconds: tuple[BlockSeconds, ...] = (),
-        iteration_s: float = 0.0,
-        passes: Mapping[int, int] = MappingProxyType({}),
-        outputs: Mapping[int, int] = MappingProxyType({}),
-    ) -> None:
-        """Report what :class:`~bamboo_ds.control.registry.records.WorkerState` tells."""
-        self._send(
-            WorkerState(
-                id=self.member,
-                epoch=epoch,
-                replicas=tuple(sorted(replicas)),
-                place=place,
-                cuts=dict(cuts),
-                seconds=seconds,
-                iteration_s=iteration_s,
-                passes=dict(passes),
-                outputs=dict(outputs),
-            )
-        )
+    def report_state(self, state: WorkerState) -> None:
+        """Report what this worker is in, and what it holds."""
+        self._send(state)
 
     def suspect(self, epoch: int, member: str, reason: str) -> None:
         """Report that an operation of ``epoch`` towards ``member`` failed."""

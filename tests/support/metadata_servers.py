@@ -200,14 +200,11 @@ class AwsMetadata(MetadataServer):
 
 
 class GoogleMetadata(MetadataServer):
-    """The metadata server of a Compute Engine instance, with ``wait_for_change``.
+    """The metadata server of a Compute Engine instance.
 
     Attributes:
         preempted: ``instance/preempted``.
         maintenance: ``instance/maintenance-event``.
-        can_wait: whether ``wait_for_change`` is understood; otherwise it is answered by 400.
-        etags: whether answers carry an ``ETag``.
-        waiting: requests that are being held back for a change.
         told: how often each value was answered.
     """
 
@@ -218,48 +215,27 @@ class GoogleMetadata(MetadataServer):
         super().__init__()
         self.preempted = "FALSE"
         self.maintenance = "NONE"
-        self.can_wait = True
-        self.etags = True
-        self.waiting = 0
         self.told: Counter[str] = Counter()
 
     def routes(self) -> dict[str, Handler]:
         return {self.PREEMPTED: self._preempted, self.MAINTENANCE: self._maintenance}
 
+    def wait_for_told(self, value: str) -> None:
+        """Wait until ``value`` is answered once more."""
+        target = self.told[value] + 1
+        self.wait_for(lambda: self.told[value] >= target)
+
     async def _preempted(self, request: web.Request) -> web.Response:
-        return await self._answer(request, lambda: self.preempted)
+        return self._answer(request, self.preempted)
 
     async def _maintenance(self, request: web.Request) -> web.Response:
-        return await self._answer(request, lambda: self.maintenance)
+        return self._answer(request, self.maintenance)
 
-    async def _answer(self, request: web.Request, value: Callable[[], str]) -> web.Response:
+    def _answer(self, request: web.Request, value: str) -> web.Response:
         if request.headers.get("Metadata-Flavor") != "Google" or "X-Forwarded-For" in request.headers:
             raise web.HTTPForbidden
-        if request.query.get("wait_for_change") == "true":
-            if not self.can_wait:
-                raise web.HTTPBadRequest
-            await self._wait(request.query.get("last_etag"), request.query.get("timeout_sec"), value)
-        found, headers = value(), {"Metadata-Flavor": "Google"}
-        if self.etags:
-            headers["ETag"] = self._etag(found)
-        self._note(lambda: self.told.update([found]))
-        return web.Response(text=found, headers=headers, content_type="application/text")
-
-    async def _wait(self, last: str | None, timeout: str | None, value: Callable[[], str]) -> None:
-        last = self._etag(value()) if last is None else last
-        self._note(lambda: setattr(self, "waiting", self.waiting + 1))
-        try:
-            async with self._changed:
-                changed = self._changed.wait_for(lambda: self._etag(value()) != last)
-                await asyncio.wait_for(changed, None if timeout is None else float(timeout))
-        except asyncio.TimeoutError:
-            return
-        finally:
-            self._note(lambda: setattr(self, "waiting", self.waiting - 1))
-
-    @staticmethod
-    def _etag(value: str) -> str:
-        return value.encode().hex()[:16]
+        self._note(lambda: self.told.update([value]))
+        return web.Response(text=value, headers={"Metadata-Flavor": "Google"}, content_type="application/text")
 
 
 class AzureMetadata(MetadataServer):

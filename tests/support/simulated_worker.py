@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -137,6 +136,7 @@ class Job:
             spans=None,
             event=lambda kind, **facts: self.events.append((kind, facts)),
             report_state=self._report_state,
+            member=session.member,
             secret=self.world,
             ahead=0,
             joiner=joiner,
@@ -146,29 +146,8 @@ class Job:
             wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
         )
 
-    def _report_state(
-        self,
-        epoch: int,
-        replicas: tuple[int, ...],
-        place: PeerAddress,
-        cuts: dict[int, tuple[int, ...]],
-        seconds: tuple[BlockSeconds, ...],
-        iteration_s: float,
-        passes: Mapping[int, int],
-        outputs: Mapping[int, int],
-    ) -> None:
-        member = self.session.member
-        self.world.states[member] = WorkerState(
-            id=member,
-            epoch=epoch,
-            replicas=replicas,
-            place=place,
-            cuts=cuts,
-            seconds=seconds,
-            iteration_s=iteration_s,
-            passes=dict(passes),
-            outputs=dict(outputs),
-        )
+    def _report_state(self, state: WorkerState) -> None:
+        self.world.states[state.id] = state
 
     def _await_boundary(self, after: int, timeout_s: float) -> None:
         for _ in range(self.world.random.choice((0, 10, 100))):

@@ -16,7 +16,7 @@ import torch
 
 from bamboo_ds.state.fetch import Fetch, fetch
 from bamboo_ds.state.server import StateServer
-from bamboo_ds.worker.stalls import frame_of
+from bamboo_ds.worker.activity import frame_of
 
 from .leaks import no_leaks
 

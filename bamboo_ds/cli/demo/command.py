@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from ...observe.view import LossDetail
 from ...observe.words import counted, duration
 from ...processes import adopt_orphans
 from ..options import read_job
-from .jobs import DemoJob, Interrupt, start_bamboo, start_stock
+from .jobs import DemoJob, ended_by_signals, start_bamboo, start_stock
 
 STAGES = 4
 SCRIPT = Path(__file__).with_name("train.py")
@@ -216,7 +217,7 @@ def _environment(folder: Path) -> dict[str, str]:
     }
 
 
-def _undisturbed(folder: Path, script: Path, steps: int, course: Course, interrupt: Interrupt) -> list[float]:
+def _undisturbed(folder: Path, script: Path, steps: int, course: Course, check: Callable[[], None]) -> list[float]:
     """Train as stock DeepSpeed; returns the losses."""
     course.say(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
     config = folder / "ds_config.json"
@@ -229,13 +230,13 @@ def _undisturbed(folder: Path, script: Path, steps: int, course: Course, interru
 
     with DemoJob("the undisturbed run", folder, on_line) as job:
         start_stock(job, STAGES, script, _arguments(folder, config, steps), _environment(folder))
-        job.serve(interrupt.check)
+        job.serve(check)
     losses: list[float] = json.loads((folder / "losses-0.json").read_text())
     return losses
 
 
 def _disturbed(
-    folder: Path, script: Path, steps: int, course: Course, interrupt: Interrupt, losses: list[float]
+    folder: Path, script: Path, steps: int, course: Course, check: Callable[[], None], losses: list[float]
 ) -> list[Proof]:
     """Train the same under ``bamboo run`` and kill; returns what happened."""
     course.say("2/3  the same script under `bamboo run`; two workers will be killed")
@@ -246,7 +247,7 @@ def _disturbed(
     run = Disturbed(f"demo-{os.getpid()}", course, kills, losses)
 
     def tick() -> None:
-        interrupt.check()
+        check()
         run.tick()
 
     with DemoJob("the run with kills", folder, lambda line: None) as job:
@@ -292,18 +293,18 @@ def demo(steps: int) -> None:
     both runs are bit-equal; else with 1.
     """
     adopt_orphans()
-    course, interrupt = Course(steps), Interrupt()
-    with interrupt.watching(), tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
+    course = Course(steps)
+    with ended_by_signals() as check, tempfile.TemporaryDirectory(prefix="bamboo-demo-") as folder:
         root = Path(folder)
         stock, bamboo = root / "stock", root / "bamboo"
         stock.mkdir()
         bamboo.mkdir()
         script = Path(shutil.copy(SCRIPT, root / "train.py"))
-        losses = _undisturbed(stock, script, steps, course, interrupt)
-        findings = _disturbed(bamboo, script, steps, course, interrupt, losses)
+        losses = _undisturbed(stock, script, steps, course, check)
+        findings = _disturbed(bamboo, script, steps, course, check, losses)
         course.say("3/3  comparing losses and checkpoints of both runs")
         findings += _compared(stock, bamboo, steps)
-        interrupt.check()
+        check()
     Console().print(_verdict(findings, course.seconds))
     failed = [finding for finding in findings if finding.problems]
     for finding in failed:

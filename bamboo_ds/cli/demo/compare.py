@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,9 +38,8 @@ class Comparison:
     def add(self, name: str, expected: Any, found: Any) -> None:
         """Compare one value; floats and tensors by their bits."""
         self.values += 1
-        if torch.is_tensor(expected):
-            self.size += expected.numel() * expected.element_size()
-        if not _same(expected, found):
+        self.size += expected.nbytes if torch.is_tensor(expected) else 0
+        if _bits(expected) != _bits(found):
             self.differences.append(f"{name}: {_shown(expected)} and {_shown(found)}")
 
 
@@ -102,17 +100,12 @@ def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
         yield name, value
 
 
-def _same(a: Any, b: Any) -> bool:
-    if torch.is_tensor(a) and torch.is_tensor(b):
-        # Bytes, not values: 0.0 == -0.0, and NaN differs from itself.
-        return a.dtype == b.dtype and a.shape == b.shape and torch.equal(_bytes(a), _bytes(b))
-    if isinstance(a, float) and isinstance(b, float):
-        return a.hex() == b.hex() and not math.isnan(a)
-    return type(a) is type(b) and bool(a == b)
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+def _bits(value: Any) -> object:
+    """Equal where each bit of two values is: 0.0 is not -0.0. Numbers that are NaN are no proof, and equal to none."""
+    if torch.is_tensor(value):
+        data = value.detach().contiguous().reshape(-1).view(torch.uint8)
+        return value.dtype, value.shape, data.numpy().tobytes()
+    return type(value), value.hex() if isinstance(value, float) else None, value
 
 
 def _shown(value: Any) -> str:

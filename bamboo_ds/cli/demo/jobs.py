@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import TracebackType
 
+from ...control.agent.command import place_variables
+from ...control.agent.mailbox import Mailbox
 from ...errors import LaunchError
-from ...launchers.network import free_port
+from ...launchers.network import LOOPBACK, free_port
 from ...observe.events import Event
 from ...observe.tail import EventTail
 from ...processes import die_with_parent, end_descendants
@@ -137,52 +139,32 @@ class DemoJob:
         return "\n".join(["its last output:", *(f"  {line}" for line in lines[-_TAIL:])])
 
 
-class Interrupt:
-    """Notes the first of SIGINT, SIGTERM and SIGHUP; the body asks for it where it can be left in order.
+@contextmanager
+def ended_by_signals() -> Iterator[Callable[[], None]]:
+    """In the body SIGINT and the like end this process where it calls what it is given, which raises ``SystemExit``.
 
-    Raising from the handler would not do: some libraries swallow what is raised inside their callbacks.
+    Raising from a handler would not do: some libraries swallow what is raised inside their callbacks.
     """
 
-    def __init__(self) -> None:
-        self._signum: int | None = None
+    def leave(signum: signal.Signals, at: float) -> None:
+        raise SystemExit(128 + signum)
 
-    def check(self) -> None:
-        """Raise ``SystemExit`` with 128 + n if signal n has come."""
-        if self._signum is not None:
-            raise SystemExit(128 + self._signum)
-
-    @contextmanager
-    def watching(self) -> Iterator[None]:
-        """Handle the signals within the body."""
-        handled = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-        before = {signum: signal.signal(signum, self._note) for signum in handled}
-        try:
-            yield
-        finally:
-            for signum, handler in before.items():
-                signal.signal(signum, handler)
-
-    def _note(self, signum: int, frame: FrameType | None) -> None:
-        self._signum = self._signum or signum
+    with ExitStack() as stack:
+        mailbox = Mailbox()
+        stack.callback(mailbox.close)
+        stack.callback(mailbox.take_signals(leave))
+        yield mailbox.handle_all
 
 
 def start_stock(job: DemoJob, world: int, script: Path, arguments: Sequence[str], env: Mapping[str, str]) -> None:
     """``world`` plain workers, in whose processes no code of bamboo runs."""
-    port = free_port("127.0.0.1")
+    port = free_port(LOOPBACK)
     for rank in range(world):
-        own = {
-            "RANK": rank,
-            "LOCAL_RANK": rank,
-            "WORLD_SIZE": world,
-            "LOCAL_WORLD_SIZE": world,
-            "LOCAL_SIZE": world,
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": port,
-            # Not even the entry point that torch would load.
-            "TORCH_DEVICE_BACKEND_AUTOLOAD": 0,
-        }
+        place = place_variables(rank, world, LOOPBACK, port)
+        # Not even the entry point that torch would load.
+        own = {**place, "RANK": str(rank), "WORLD_SIZE": str(world), "TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}
         argv = [sys.executable, "-u", str(script), *arguments]
-        job.start(argv, {**env, **{name: str(value) for name, value in own.items()}}, script.parent)
+        job.start(argv, {**env, **own}, script.parent)
 
 
 def start_bamboo(

@@ -78,7 +78,7 @@ class Agent:
         self._exit_notice: ExitNotice | None = None
         self._loop = AgentLoop()
         self._leaving = Leaving(settings, self._id, self._events, self._loop)
-        self._mailbox.take_signals(self._note_signal)
+        self._mailbox.take_signals(lambda signum, at: self._note_signal(signum))
         self._output = WorkerOutput(settings)
         self._timeline = TimelineWriter(settings.events, settings.job, self._id, settings.rank)
         environment = {**worker_environment(settings, self._id), **self._timeline.environment}

@@ -65,6 +65,19 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
     return settings.rank % count if count else settings.rank
 
 
+def place_variables(rank: int, size: int | str, address: str, port: int) -> dict[str, str]:
+    """What scripts are told of a worker that is ``rank`` of ``size`` on its host, and of where all ranks meet."""
+    return {
+        "LOCAL_RANK": str(rank),
+        "LOCAL_WORLD_SIZE": str(size),
+        "LOCAL_SIZE": str(size),  # DeepSpeed on CPU asks for this one
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
 def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
     """The environment of the worker of ``member``, without the channel's descriptor."""
     env = dict(os.environ)
@@ -81,16 +94,7 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
         }
     )
     size = env.get("LOCAL_WORLD_SIZE", "1") if settings.launched else str(settings.world_size)
-    placed = {
-        "LOCAL_RANK": str(local_rank(settings, env)),
-        "LOCAL_WORLD_SIZE": size,
-        # DeepSpeed on CPU asks for this one.
-        "LOCAL_SIZE": size,
-        "CROSS_RANK": "0",
-        "CROSS_SIZE": "1",
-        "MASTER_ADDR": settings.address,
-        "MASTER_PORT": str(settings.master_port),
-    }
+    placed = place_variables(local_rank(settings, env), size, settings.address, settings.master_port)
     if settings.launched:
         env.update({name: value for name, value in placed.items() if name not in env})
     else:

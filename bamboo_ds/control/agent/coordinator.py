@@ -20,7 +20,7 @@ from ...store.records import WatchEvent
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
-from ..once import is_genuine, put_once
+from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
@@ -102,8 +102,6 @@ class Coordinator:
         self._lineage = News[tuple[str, int]](lambda _: self._keeper.look())
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         self._inbox = Mailbox()
-        if display is not None:
-            display.wake = lambda: self._inbox.post(lambda: None)
         self._pending: dict[str, Record] = {}
         self._neighbours = Neighbours(record.id)
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None

@@ -1,4 +1,4 @@
-"""What a thread of an agent is to do, posted by other threads and by signals."""
+"""What a thread of an agent, or of a launcher, is to do: posted by other threads and by signals."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from functools import partial
 from multiprocessing.connection import wait
 from queue import Empty, SimpleQueue
 
-from .reexec import handle_signals
+from .reexec import HANDLED_SIGNALS
 
 #: Seconds that one wait for descriptors takes at most: ``poll`` takes no more than some weeks.
 _LONGEST_S = 86_400.0
@@ -30,10 +30,33 @@ class Mailbox:
         """A descriptor that is readable when there is an action."""
         return self._reading.fileno()
 
-    def take_signals(self, handler: Callable[[signal.Signals], None]) -> None:
-        """Have signals handled like actions, each by ``handler``; by the main thread alone."""
-        signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
-        handle_signals(lambda signum, _: self._actions.put(partial(handler, signal.Signals(signum))))
+    def take_signals(self, handler: Callable[[signal.Signals, float], None]) -> Callable[[], None]:
+        """Have :data:`HANDLED_SIGNALS` handled like actions, by the main thread alone.
+
+        Whoever has started the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
+
+        Args:
+            handler: called with each signal, and the monotonic seconds at which it came.
+
+        Returns:
+            What has them handled as before.
+        """
+
+        def note(signum: int, _: object) -> None:
+            self._actions.put(partial(handler, signal.Signals(signum), time.monotonic()))
+
+        descriptor = signal.set_wakeup_fd(self._writing.fileno(), warn_on_full_buffer=False)
+        ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+        handled = [signum for signum in HANDLED_SIGNALS if signum != signal.SIGHUP or not ignored]
+        before = {signum: signal.signal(signum, note) for signum in handled}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
+
+        def give_back() -> None:
+            signal.set_wakeup_fd(descriptor)
+            for signum, answer in before.items():
+                signal.signal(signum, answer)
+
+        return give_back
 
     def post(self, action: Callable[[], object]) -> None:
         """Have ``action`` called; callable from any thread."""

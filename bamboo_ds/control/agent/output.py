@@ -4,11 +4,11 @@
 
     worker --- terminal or pipe --- a thread --- file
                                         |
-                                     outlet --- the agent's own output: the launcher's, a terminal, a pipe
+                                     outlet --- the agent's own output, which is the launcher's: a terminal, a pipe
 
 The worker sees a terminal where the output ends on one. Its agent reads, since a worker ends with its agent anyway,
-while a launcher may be stopped or killed. Then the file goes on: an :class:`~bamboo_ds.observe.outlet.Outlet` does not
-wait.
+while a launcher may be stopped or killed. Where nothing is taken the file goes on: an
+:class:`~bamboo_ds.observe.outlet.Outlet` does not wait.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import struct
 import sys
 import termios
 import threading
@@ -43,39 +42,6 @@ _READ = 1 << 16
 _STUCK_S = 2.0
 _LOOK_S = 0.05
 _F_SETPIPE_SZ = 1031
-
-
-@dataclass(frozen=True)
-class Screens:
-    """What the standard output and error of a worker end on.
-
-    Attributes:
-        terminals: which of the two are terminals.
-        size: of those, lines and columns.
-    """
-
-    terminals: tuple[bool, bool] = (False, False)
-    size: tuple[int, int] = (0, 0)
-
-    @classmethod
-    def own(cls) -> Screens:
-        """Of this process."""
-        terminals = os.isatty(1), os.isatty(2)
-        size = (0, 0)
-        if any(terminals):
-            packed = fcntl.ioctl(1 if terminals[0] else 2, termios.TIOCGWINSZ, bytes(8))
-            size = struct.unpack("4H", packed)[:2]
-        return cls(terminals, size)
-
-    def to_argument(self) -> str:
-        """As :meth:`parse` reads it."""
-        return ",".join(str(int(each)) for each in (*self.terminals, *self.size))
-
-    @classmethod
-    def parse(cls, text: str) -> Screens:
-        """From :meth:`to_argument`."""
-        out, err, lines, columns = map(int, text.split(","))
-        return cls((bool(out), bool(err)), (lines, columns))
 
 
 @dataclass
@@ -110,16 +76,18 @@ class WorkerOutput:
         self._streams: list[_Descriptor] = []
         self._outlets: list[Outlet] = []
         self._readers: list[threading.Thread] = []
-        if settings.logs is None or not settings.tee:
+        self._prefix = f"[{settings.slot}] ".encode() if settings.prefix else None
+        self._file: LogFile | None = None
+        if not settings.prefix and (settings.logs is None or not settings.tee):
             return
-        screens = Screens.own() if settings.screen is None else Screens.parse(settings.screen)
         try:
             with contextlib.ExitStack() as undo:
-                self._file = LogFile(worker_log(settings.logs, settings.slot))
-                undo.callback(self._file.close)
+                if settings.logs is not None and settings.tee:
+                    self._file = LogFile(worker_log(settings.logs, settings.slot))
+                    undo.callback(self._file.close)
                 one = os.path.samestat(os.fstat(1), os.fstat(2))
-                for target, terminal in zip((1, 2)[: 1 if one else 2], screens.terminals, strict=False):
-                    ends = _ends(screens.size if terminal else None)
+                for target in (1, 2)[: 1 if one else 2]:
+                    ends = _ends(target if os.isatty(target) and not settings.prefix else None)
                     for end in ends:
                         undo.callback(os.close, end)
                     self._streams.append(_Descriptor(*ends, target))
@@ -128,7 +96,7 @@ class WorkerOutput:
             logger.warning("the output of this worker is in no file: %s", error)
             self._streams.clear()
             return
-        self.path = self._file.baseFilename
+        self.path = None if self._file is None else self._file.baseFilename
         self.stdout, self.stderr = self._streams[0].worker, self._streams[-1].worker
 
     def start(self, member: str, pid: int) -> None:
@@ -153,7 +121,8 @@ class WorkerOutput:
         stream.flush()
 
     def _keep(self, lines: list[bytes]) -> None:
-        self._file.append(stamped(lines, datetime.now()))
+        if self._file is not None:
+            self._file.append(stamped(lines, datetime.now()))
 
     def _read(self, stream: _Descriptor, outlet: Outlet) -> None:
         lines, data = Lines(), b" "
@@ -164,9 +133,10 @@ class WorkerOutput:
                 if error.errno != errno.EIO:  # how a terminal tells that nobody has its other end any more
                     raise
                 data = b""
-            outlet.show(data)
+            whole = lines.feed(data)
+            outlet.show(data if self._prefix is None else b"".join(self._prefix + line + b"\n" for line in whole))
             stream.read += len(data)
-            self._keep(lines.feed(data))
+            self._keep(whole)
         os.close(stream.reading)
 
     def close(self, attend: Callable[[float], object], hurried: Callable[[], bool] = lambda: False) -> None:
@@ -195,7 +165,7 @@ class WorkerOutput:
             outlet.close()
         if stuck:
             logger.warning("the end of this worker's output is not shown")
-        elif self._streams:
+        elif self._file is not None and self._streams:
             self._file.close()
 
     @property
@@ -203,9 +173,9 @@ class WorkerOutput:
         return not any(reader.is_alive() for reader in self._readers) and all(each.empty for each in self._outlets)
 
 
-def _ends(size: tuple[int, int] | None) -> tuple[int, int]:
-    """The two ends of a terminal of ``size`` that changes nothing, or, without a size, of a pipe."""
-    if size is None:
+def _ends(terminal: int | None) -> tuple[int, int]:
+    """The two ends of a terminal of the size of ``terminal`` that changes nothing; without that, of a pipe."""
+    if terminal is None:
         reading, writing = os.pipe()
         with contextlib.suppress(PermissionError):  # this user has many pipes
             fcntl.fcntl(writing, _F_SETPIPE_SZ, _PIPE_BYTES)
@@ -215,7 +185,7 @@ def _ends(size: tuple[int, int] | None) -> tuple[int, int]:
     attributes[1] &= ~termios.OPOST
     attributes[3] &= ~termios.ECHO
     termios.tcsetattr(writing, termios.TCSANOW, attributes)
-    fcntl.ioctl(writing, termios.TIOCSWINSZ, struct.pack("4H", *size, 0, 0))
+    fcntl.ioctl(writing, termios.TIOCSWINSZ, fcntl.ioctl(terminal, termios.TIOCGWINSZ, bytes(8)))
     return reading, writing
 
 

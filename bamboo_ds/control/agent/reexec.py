@@ -9,30 +9,13 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import Callable
-from types import FrameType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 from ..settings import AgentSettings
 
 #: What an agent handles. Blocked until its handlers are there: an early one would kill it.
 HANDLED_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 _FIRST_PRIVATE_FD = 3
-
-
-def handle_signals(handler: Callable[[int, FrameType | None], None]) -> dict[int, Any]:
-    """Have ``handler`` called for :data:`HANDLED_SIGNALS`; whoever has started the process may have blocked them.
-
-    SIGHUP stays ignored where it was (``nohup``).
-
-    Returns:
-        What handled them before, by number.
-    """
-    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    handled = [signum for signum in HANDLED_SIGNALS if signum != signal.SIGHUP or not ignored]
-    before = {int(signum): signal.signal(signum, handler) for signum in handled}
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, HANDLED_SIGNALS)
-    return before
 
 
 def reexecute(settings: AgentSettings) -> NoReturn:

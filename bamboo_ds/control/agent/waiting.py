@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import os
-import time
 from functools import partial
 
 from ...observe import logs
@@ -48,7 +47,7 @@ class WaitingAgent:
 
     def run(self) -> LeftRecord | None:
         """Wait; returns how the member has ended, ``None`` if it goes on."""
-        self._mailbox.take_signals(self._slot.note_signal)
+        self._mailbox.take_signals(lambda signum, at: self._slot.note_signal(signum))
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
         with EventWriter(self._settings.events) as events:
@@ -57,11 +56,8 @@ class WaitingAgent:
             while self._slot.state is State.WAITING and not self._ended:
                 self._mailbox.handle_next()
             coordinator.leave(self._slot.departure)
-            deadline = time.monotonic() + _DEPARTURE_S
-            while not self._ended:
-                if not self._mailbox.handle_next(max(0.0, deadline - time.monotonic())):
-                    logger.error("could not tell etcd within %.0f s that this member goes", _DEPARTURE_S)
-                    break
+            if not self._mailbox.handle_until(lambda: self._ended, _DEPARTURE_S):
+                logger.error("could not tell etcd within %.0f s that this member goes", _DEPARTURE_S)
             coordinator.close(timeout_s=1.0)
         if self._slot.state is State.REJOINING:
             Rejoin(self._id, self._slot).find(self._mailbox)

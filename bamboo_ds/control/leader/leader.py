@@ -10,7 +10,7 @@ import logging
 import os
 import secrets
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -28,9 +28,11 @@ from ...observe.events import (
     TakeoverDone,
     TakeoverPlanned,
 )
+from ...observe.story import Story
 from ...store.client import Lease, Store
 from ...topology.plan import UNSTARTED, Plan
-from ..once import is_genuine, put_once
+from ...variables import ENV_LAUNCH
+from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
@@ -41,6 +43,7 @@ from ..registry.records import (
     StopRecord,
     TimingRecord,
     in_slot_order,
+    newest,
 )
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
@@ -50,7 +53,6 @@ from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
 from .takeovers import Takeovers
-from .told import loss_line, told_here
 from .view import View
 
 logger = logging.getLogger("bamboo_ds.control.leader")
@@ -341,9 +343,10 @@ class Leader:
         lost, written = self._losses(action.losses, old.epoch if old else 0), self._written_plan(new, action.reason)
         for event in (*lost, written):
             emit_or_log(self._events, event)
-        if lost and old is not None and told_here(self._settings, os.environ):
+        # In the terminal of another launcher no launcher of ours tells the story.
+        if lost and old is not None and self._settings.launched and ENV_LAUNCH not in os.environ:
             known = [self._joined(each, old.epoch) for each in attempt.known.values()]
-            logger.warning("%s", loss_line([*known, self._written_plan(old, ""), *lost, written]))
+            logger.warning("%s", _loss_line([*known, self._written_plan(old, ""), *lost, written]))
         short = new.unshadowed, new.crowded
         if new.layout and short != ((old.unshadowed, old.crowded) if old else ((), ())):
             roles = [new.layout.role(rank) for rank in new.unshadowed]
@@ -383,9 +386,21 @@ class Leader:
         epoch: int,
         progress: Mapping[str, ProgressRecord],
     ) -> None:
-        newest = max(progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
-        members, checkpoint = [loss.member for loss in losses], newest.checkpoint if newest else None
+        saved = newest(progress.values(), saved=True)
+        members, checkpoint = [loss.member for loss in losses], saved.checkpoint if saved else None
         self._emit(Fatal, epoch, stages=stages, members=members, checkpoint=checkpoint)
+
+
+def _loss_line(events: Iterable[Event]) -> str:
+    """A loss as one line.
+
+    Args:
+        events: members and the plan before the loss, the members that are lost, and the plan without them.
+    """
+    story = Story()
+    for event in events:
+        story.tell(event)
+    return "; ".join(line.text for line in story.end())
 
 
 def _earliest(*times: float | None) -> float | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from ...topology.plan import Plan
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
+from ..registry.records import newest
 
 #: Departed members whose keys stay: for ``bamboo status``, and for whoever compares the errors of several.
 KEPT_MEMBERS = 32
@@ -56,9 +57,7 @@ def obsolete(mirror: Mirror, plan: Plan) -> list[str] | None:
     if gone:
         # How far the job has come, and where it could go on.
         progress = mirror.progress.values()
-        newest = {max(progress, key=lambda p: p.step).id} if progress else set()
-        saved = [p for p in progress if p.checkpoint is not None]
-        newest |= {max(saved, key=lambda p: p.step).id} if saved else set()
-        spared = {Keys.progress(member) for member in newest}
+        last = newest(progress), newest(progress, saved=True)
+        spared = {Keys.progress(record.id) for record in last if record is not None}
         keys += [key for key, owners in found if not gone.isdisjoint(owners) and key not in spared]
     return keys

@@ -25,7 +25,7 @@ from ...topology import Plan
 from ...topology.plan import UNSTARTED
 from ...topology.planner import initial_plan
 from ..fencing import restart_wait_s
-from ..registry.records import MemberRecord, RestartRecord, in_slot_order
+from ..registry.records import MemberRecord, RestartRecord, in_slot_order, newest
 from .actions import Assign, StopJob, Wait, WritePlan
 from .view import View
 
@@ -111,7 +111,7 @@ class Restarts:
         until = self._until("back", plan, now, self._limits.return_s)
         if coming and now < until:
             return Wait(until)
-        previous, last = view.restart, max(view.progress.values(), key=lambda p: p.step, default=None)
+        previous, last = view.restart, newest(view.progress.values())
         step = last.step if last else 0
         # `bamboo run` leaves no record of the first start, and members that start the job do: it is no restart.
         failures = 0
@@ -125,12 +125,12 @@ class Restarts:
             wanted, setting = view.world_size, "--start"
         if len(waiting) < wanted:
             return Wait(None, f"{len(waiting)} of {setting} = {wanted} are there")
-        newest = max(view.progress.values(), key=lambda p: (p.checkpoint is not None, p.step), default=None)
+        saved = newest(view.progress.values(), saved=True)
         record = RestartRecord(
             generation=(plan if previous is None else previous).generation + 1,
             after_epoch=plan.epoch,
             ranks=assign(waiting, view.world_size),
-            checkpoint=newest.checkpoint if newest else None,
+            checkpoint=saved.checkpoint if saved else None,
             step=step,
             global_step=last.global_step if last else None,
             failures=failures,

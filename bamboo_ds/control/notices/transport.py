@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
-from ...errors import BambooError
+from ...errors import BambooError, faults_of
 
 if TYPE_CHECKING:
     import aiohttp
@@ -88,11 +88,7 @@ def parse_json(model: type[Model], body: bytes, where: str) -> Model:
     try:
         return model.model_validate_json(body)
     except ValidationError as error:
-        faults = [
-            f"{'.'.join(map(str, item['loc'])) or 'the whole'}: {item['msg']}"
-            for item in error.errors(include_url=False)
-        ]
-        raise SourceBroken(f"{where} holds {body[:200]!r}: {'; '.join(faults)}") from error
+        raise SourceBroken(f"{where} holds {body[:200]!r}: {faults_of(error)}") from error
 
 
 def open_session() -> aiohttp.ClientSession:

@@ -48,7 +48,6 @@ class NoticeWatcher:
         self._loop = loop
         self._poll_s = poll_s
         self._asking: Future[None] | None = None
-        self._session: Future[aiohttp.ClientSession] = Future()
         self._stopping = asyncio.Event()
 
     def start(self) -> None:
@@ -92,7 +91,6 @@ class NoticeWatcher:
 
     async def _ask(self) -> None:
         async with open_session() as session:
-            self._session.set_result(session)
             tasks = [asyncio.create_task(self._follow(source, session)) for source in self._sources.values()]
             await self._stopping.wait()
             for task in tasks:
@@ -127,7 +125,8 @@ class NoticeWatcher:
         if source is None:
             return False
         try:
-            return await source.acknowledge(await asyncio.shield(asyncio.wrap_future(self._session)), notice)
+            async with open_session() as session:
+                return await source.acknowledge(session, notice)
         except SourceError as error:
             logger.warning("%s was not acknowledged: %s", notice.detail, error)
             return False

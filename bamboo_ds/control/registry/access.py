@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Collection, MutableMapping
+from collections.abc import Collection, Mapping, MutableMapping
 from typing import TYPE_CHECKING
 
 from ...errors import ConfigError
@@ -107,3 +107,31 @@ def without_access(env: MutableMapping[str, str]) -> None:
     """Remove from ``env`` what is for agents only: workers have no business with it."""
     for name in (ENV_SECRET_FILE, ENV_STORE, ENV_AGENT, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
         env.pop(name, None)
+
+
+# -- records that are written once, and others that somebody else may have put in their place ----------------------
+
+
+def put_once(store: Store, key: str, value: str, given: Mapping[str, int] | None = None) -> bool:
+    """Set ``key`` unless a genuine record is there, whose place no other one holds.
+
+    Args:
+        given: see :meth:`~bamboo_ds.store.Store.compare_and_swap`.
+
+    Returns:
+        Whether this call wrote.
+    """
+    revision = 0
+    while not store.compare_and_swap(key, revision, value, given=given):
+        entry = store.get(key)
+        found = 0 if entry is None else entry.mod_revision
+        if found == revision or (entry is not None and entry.genuine):
+            return False
+        revision = found
+    return True
+
+
+def is_genuine(store: Store, key: str) -> bool:
+    """Whether ``key`` is there, from a process that knows the job's secret."""
+    entry = store.get(key)
+    return entry is not None and entry.genuine

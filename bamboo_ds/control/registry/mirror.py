@@ -7,7 +7,7 @@ from typing import TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ...errors import PlanForged, ProtocolError
+from ...errors import PlanForged, ProtocolError, faults_of
 from ...secret import ENV_SECRET_FILE
 from ...store.records import KeyValue, Snapshot, WatchEvent
 from ...topology import plan as plans
@@ -220,7 +220,7 @@ class Mirror:
                 else:
                     logger.error("%s in etcd %s: it is left out", key, _FORGED)
             except ValidationError as error:
-                logger.error("%s in etcd cannot be read and is left out: %s", key, _faults(error))
+                logger.error("%s in etcd cannot be read and is left out: %s", key, faults_of(error))
             self._records_read[key] = entry.mod_revision, record
         return record if isinstance(record, kind) else None
 
@@ -244,14 +244,8 @@ def read_plan(entry: KeyValue) -> Plan:
         if version <= plans.SCHEMA:
             return Plan.from_json(entry.value)
     except ValidationError as error:
-        raise ProtocolError(f"the plan in etcd cannot be read: {_faults(error)}") from error
+        raise ProtocolError(f"the plan in etcd cannot be read: {faults_of(error)}") from error
     raise ProtocolError(
         f"the plan in etcd has version {version}, but the bamboo_ds of this member reads {plans.SCHEMA} at most: all "
         "members of a job need the same version of the package"
     )
-
-
-def _faults(error: ValidationError) -> str:
-    """What is wrong, without the values: there are secrets among them."""
-    faults = error.errors(include_url=False, include_input=False, include_context=False)
-    return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}" for fault in faults)

@@ -6,7 +6,7 @@ from ...observe.view import MemberView, Overview
 from ...topology.plan import Plan
 from .keys import slot_of
 from .mirror import Mirror
-from .records import LeftRecord, MemberRecord, in_slot_order
+from .records import LeftRecord, MemberRecord, in_slot_order, newest
 
 
 def overview(mirror: Mirror) -> Overview:
@@ -27,15 +27,13 @@ def overview(mirror: Mirror) -> Overview:
         )
         for member in in_slot_order(mirror.members.values())
     ]
-    newest = max(progress.values(), key=lambda record: record.step, default=None)
-    saved = max((record for record in progress.values() if record.checkpoint), key=lambda r: r.step, default=None)
-    stop = mirror.stop
+    last, saved, stop = newest(progress.values()), newest(progress.values(), saved=True), mirror.stop
     return Overview(
         leader=mirror.leader,
         members=(*members, *gone(mirror)),
         plan=plan,
-        step=(newest.step or None) if newest else None,
-        global_step=newest.global_step if newest else None,
+        step=(last.step or None) if last else None,
+        global_step=last.global_step if last else None,
         checkpoint=saved.checkpoint if saved else None,
         stopping=stop.reason if stop else None,
     )

@@ -348,6 +348,12 @@ class ProgressRecord(Record):
     doing: str | None = None
 
 
+def newest(progress: Iterable[ProgressRecord], saved: bool = False) -> ProgressRecord | None:
+    """That of the newest step; with ``saved`` of those that tell of a checkpoint."""
+    known = (record for record in progress if record.checkpoint is not None or not saved)
+    return max(known, key=lambda record: record.step, default=None)
+
+
 class LeaderRecord(Record):
     """``leader``: the member whose agent writes plans."""
 

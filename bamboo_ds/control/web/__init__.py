@@ -14,7 +14,6 @@
 ``GET /metrics``               Prometheus text; 503 while the events are read for the first time
 ``GET /healthz``               ``ok``; open to everybody
 ``GET /login, POST /login``    the form, and what it sends: field ``token``; sets the cookie, then 303 to ``/``
-``POST /logout``               forgets the cookie, then 303 to ``/login``
 =============================  ======================================================================================
 
 All but ``/healthz`` and ``/login`` need ``Authorization: Bearer TOKEN`` or the cookie: 401 without. Errors are JSON,

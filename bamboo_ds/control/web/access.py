@@ -44,10 +44,9 @@ class Access:
         own = origin.scheme in ("http", "https") and origin.netloc == headers.get("Host")
         return self.bears(headers) or (own and self.admits(headers, cookies))
 
-    def cookie(self, forget: bool = False) -> str:
-        """The header that sets the cookie, for as long as the browser runs, or that has it forgotten."""
-        value, age = ("", "; Max-Age=0") if forget else (self._cookie, "")
-        return f"{self._name}={value}; Path=/; HttpOnly; SameSite=Strict{age}"
+    def cookie(self) -> str:
+        """The header that sets the cookie, for as long as the browser runs."""
+        return f"{self._name}={self._cookie}; Path=/; HttpOnly; SameSite=Strict"
 
 
 def _equal(given: str, known: str) -> bool:

@@ -8,18 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import queue
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from typing import TYPE_CHECKING
 
 from ...addresses import split_address
-from ...errors import EXIT_STOPPED, LeaseExpired, StoreError, StoreUnavailable
+from ...errors import EXIT_STOPPED, LeaseExpired, StoreError
 from ...secret import SETTING
 from ...store.client import Lease, Store
 from ..loop import AgentLoop
-from ..once import put_once
+from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.overview import overview
@@ -33,6 +32,8 @@ logger = logging.getLogger("bamboo_ds.control.web")
 
 #: Seconds that a member has led before it serves, between two attempts to listen, and between two overviews of etcd.
 _CALM_S, _RETRY_S, _OVERVIEW_S = 0.5, 2.0, 0.5
+#: Seconds between two looks whether it listens by now.
+_LOOK_S = 0.1
 
 
 class JobPage:
@@ -44,9 +45,6 @@ class JobPage:
         store: where requests of users go.
         loop: the agent's; runs it.
         clock: monotonic seconds.
-
-    Attributes:
-        wake: called from other threads, has the coordinator call :meth:`follow` soon.
     """
 
     def __init__(
@@ -58,7 +56,6 @@ class JobPage:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._settings, self._member, self._store, self._loop, self._clock = settings, member, store, loop, clock
-        self.wake: Callable[[], None] = lambda: None
         self._server: WebServer | None = None
         self._opening: Future[WebServer] | None = None
         self._try_at: float | None = None  # ``None``: the member does not lead
@@ -66,7 +63,6 @@ class JobPage:
         self._told: str | None = None
         self._seen: tuple[int, int] | None = None
         self._shown_at = 0.0
-        self._asked: queue.SimpleQueue[tuple[str, str, Future[None]]] = queue.SimpleQueue()
 
     def follow(self, mirror: Mirror, lease: Lease) -> float | None:
         """Serve if this member leads; returns the monotonic time at which to call again at the latest.
@@ -93,10 +89,6 @@ class JobPage:
         opening, self._opening = self._opening, None
         self._try_at = self._seen = None
         try:
-            while not self._asked.empty():
-                _, _, done = self._asked.get()
-                if done.set_running_or_notify_cancel():
-                    done.set_exception(StoreUnavailable("this member does not lead any more"))
             if opening is not None:
                 opening.add_done_callback(_abandon)
             elif server is not None:
@@ -114,29 +106,21 @@ class JobPage:
             self._note_opened(self._opening)
         if self._server is not None and not self._server.alive:
             self._server = None
-        wakes = []
         if self._server is None and self._opening is None:
-            if now >= self._try_at:
-                self._open()
-            else:
-                wakes.append(self._try_at)
-        if self._server is not None:
-            seen = id(mirror), mirror.changes
-            if seen != self._seen and now >= self._shown_at + _OVERVIEW_S:
-                self._seen, self._shown_at = seen, now
-                self._server.feed.know(overview(mirror))
-            elif seen != self._seen:
-                wakes.append(self._shown_at + _OVERVIEW_S)
-            self._announce(self._url(self._server), mirror, lease)
-        self._carry_out(mirror)
-        if not self._asked.empty():
-            wakes.append(now)
-        return min(wakes, default=None)
-
-    def _open(self) -> None:
-        change = self._ask if self._settings.bamboo.observe.control else None
-        self._opening = self._loop.run(asyncio.to_thread(_serve, self._settings, change, self._loop))
-        self._opening.add_done_callback(lambda _: self.wake())
+            if now < self._try_at:
+                return self._try_at
+            change = self._change if self._settings.bamboo.observe.control else None
+            self._opening = self._loop.run(asyncio.to_thread(_serve, self._settings, change, self._loop))
+        if self._server is None:
+            return now + _LOOK_S
+        seen, again = (id(mirror), mirror.changes), self._shown_at + _OVERVIEW_S
+        news = seen != self._seen
+        if news and now >= again:
+            self._seen, self._shown_at = seen, now
+            self._server.feed.know(overview(mirror))
+            news = False
+        self._announce(self._url(self._server), mirror, lease)
+        return again if news else None
 
     def _note_opened(self, opening: Future[WebServer]) -> None:
         self._opening, self._try_at, self._seen = None, self._clock() + _RETRY_S, None
@@ -168,45 +152,19 @@ class JobPage:
             logger.warning("%s", what)
         self._told = what
 
-    # -- what users ask for ---------------------------------------------------------------------------
-
-    def _ask(self, what: str, member: str) -> Future[None]:
-        """Called by the web server's thread: carried out by the coordinator's."""
-        done: Future[None] = Future()
-        self._asked.put((what, member, done))
-        self.wake()
-        return done
-
-    def _carry_out(self, mirror: Mirror) -> None:
-        """Do what has been asked for first, unless who asked was told meanwhile that it is not done. Only one: the
-        leader's own work must not wait for more.
-        """
-        if self._asked.empty():
-            return
-        what, member, done = self._asked.get()
-        if not done.set_running_or_notify_cancel():
-            return
-        try:
-            self._do(what, member, mirror)
-        except Exception as error:
-            done.set_exception(error)
-            if not isinstance(error, LookupError | StoreError):
-                raise
-        else:
-            done.set_result(None)
-
-    def _do(self, what: str, member: str, mirror: Mirror) -> None:
+    def _change(self, what: str, member: str) -> None:
+        """Do what a user asks for, in a thread of the web server."""
         if what == "stop":
             logger.warning("the job is to end: somebody has asked for it on the job's page")
             put_once(self._store, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="the job's page", by="").to_json())
-        elif member not in mirror.members:
+        elif not is_genuine(self._store, Keys.member(member)):
             raise LookupError(f"there is no member {member!r}")
         else:
             record = LeaveRecord(id=member, source="web", detail="the job's page")
             put_once(self._store, Keys.leave(member), record.to_json())
 
 
-def _serve(settings: AgentSettings, change: Callable[[str, str], Future[None]] | None, loop: AgentLoop) -> WebServer:
+def _serve(settings: AgentSettings, change: Callable[[str, str], None] | None, loop: AgentLoop) -> WebServer:
     """Serve the page, by a thread that may take its time to import what that needs.
 
     Raises:

@@ -8,13 +8,13 @@ import json
 import logging
 import secrets
 import socket
-import threading
 import time
 from collections.abc import Callable
 from concurrent import futures
-from concurrent.futures import Future
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 from urllib.parse import parse_qs
+
+from aiohttp import web
 
 from ...errors import BambooError
 from ...forking import only_here
@@ -24,9 +24,6 @@ from ..loop import AgentLoop
 from .access import Access
 from .feed import Feed
 
-if TYPE_CHECKING:
-    from aiohttp import web
-
 logger = logging.getLogger("bamboo_ds.control.web")
 
 #: Seconds between two looks at the file of events, for so many members each second more.
@@ -35,7 +32,6 @@ _HEARTBEAT_S = 15.0
 #: Seconds that a client of the stream may take nothing.
 _STALL_S = 10.0
 _STREAMS = 32
-_CHANGE_S = 10.0
 #: Seconds that a request may wait for events to be read.
 _PATIENCE_S = 3.0
 _LARGEST_FORM = 4096
@@ -61,8 +57,8 @@ code {{ font-size: .95em }} .wrong {{ color: #b3261e }}
 <button>Show the job</button></form></main></body></html>
 """
 
-Change = Callable[[str, str], "Future[None]"]
-"""Does ``stop`` or ``leave`` to the job or to a member; fails by :class:`BambooError` or ``LookupError``."""
+Change = Callable[[str, str], None]
+"""Does ``stop`` or ``leave`` to the job or to a member; raises :class:`BambooError` or ``LookupError``."""
 
 
 class WebServer:
@@ -71,7 +67,7 @@ class WebServer:
     Args:
         access: tells holders of the job's token from others.
         address: host and port to listen on, and nothing else; port 0: any.
-        change: carries out what users ask for; ``None``: they may only read.
+        change: carries out what users ask for, in a thread; ``None``: they may only read.
         loop: runs it.
 
     Raises:
@@ -93,13 +89,11 @@ class WebServer:
         self.url = f"http://[{found}]:{number}" if ":" in found else f"http://{found}:{number}"
         self._streams = 0
         self._proven: set[Any] = set()
-        self._closing = threading.Event()
         self._end, self._news = asyncio.Event(), asyncio.Event()
         self._serving = loop.run(self._serve())
 
     def close(self, timeout_s: float) -> bool:
         """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
-        self._closing.set()
         self._loop.call(self._end.set)
         done, _ = futures.wait([self._serving], timeout_s)
         return bool(done) and self._loop.join(timeout_s)
@@ -127,7 +121,7 @@ class WebServer:
         told = 0
         while True:
             try:
-                await asyncio.to_thread(self.feed.refresh, self._closing.is_set)
+                await asyncio.to_thread(self.feed.refresh, self._end.is_set)
                 version = self.feed.version
                 if version != told:
                     told = version
@@ -139,8 +133,6 @@ class WebServer:
             await asyncio.sleep(_TICK_S + self.feed.members / _SLOWER)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         try:
             return await self._answer(request)
         except (ConnectionError, asyncio.CancelledError):
@@ -169,13 +161,10 @@ class WebServer:
         return await found.handler(cast("web.Request", request))
 
     def _routes(self) -> web.UrlDispatcher:
-        from aiohttp import web
-
         routes = web.UrlDispatcher()
         routes.add_get("/healthz", self._healthz)
         routes.add_get("/login", self._login)
         routes.add_post("/login", self._log_in)
-        routes.add_post("/logout", self._log_out)
         routes.add_get("/", self._show)
         routes.add_get("/api/view", self._view)
         routes.add_get("/api/stream", self._stream, allow_head=False)
@@ -189,8 +178,6 @@ class WebServer:
     # -- what shows something -------------------------------------------------------------------------
 
     async def _healthz(self, _: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         return web.Response(text="ok\n", headers=_HEADERS)
 
     async def _show(self, _: web.BaseRequest) -> web.StreamResponse:
@@ -209,8 +196,6 @@ class WebServer:
         return self._error(404, "no such loss") if detail is None else self._json(detail.model_dump_json().encode())
 
     async def _metrics(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         found = await asyncio.to_thread(self.feed.exposition, request.headers.get("Accept", ""), self._soon())
         if found is None:
             return self._error(503, "the events of the job are being read")
@@ -224,11 +209,9 @@ class WebServer:
     def _soon(self) -> Callable[[], bool]:
         """Whether a request has waited long enough for what is new."""
         deadline = time.monotonic() + _PATIENCE_S
-        return lambda: self._closing.is_set() or time.monotonic() >= deadline
+        return lambda: self._end.is_set() or time.monotonic() >= deadline
 
     async def _stream(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         if self._streams >= _STREAMS:
             return self._error(503, f"{_STREAMS} others watch already")
         self._streams += 1
@@ -256,8 +239,6 @@ class WebServer:
         return self._form()
 
     async def _log_in(self, request: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
         try:
             await asyncio.wait_for(request.content.readexactly(_LARGEST_FORM + 1), _STALL_S)
             return self._error(413, "too large")
@@ -270,12 +251,6 @@ class WebServer:
             return self._form(401, wrong=True)
         return web.Response(status=303, headers={**_HEADERS, "Location": "./", "Set-Cookie": self._access.cookie()})
 
-    async def _log_out(self, _: web.BaseRequest) -> web.StreamResponse:
-        from aiohttp import web
-
-        forget = self._access.cookie(forget=True)
-        return web.Response(status=303, headers={**_HEADERS, "Location": "login", "Set-Cookie": forget})
-
     async def _stop(self, _: web.BaseRequest) -> web.StreamResponse:
         return await self._do("stop", "")
 
@@ -285,14 +260,10 @@ class WebServer:
     async def _do(self, what: str, member: str) -> web.StreamResponse:
         if self._change is None:
             return self._error(403, 'this page only shows the job: set "bamboo.observe.control" to true')
-        done = self._change(what, member)
         try:
-            await asyncio.wait_for(asyncio.wrap_future(done), _CHANGE_S)
+            await asyncio.to_thread(self._change, what, member)
         except LookupError as error:
             return self._error(404, str(error.args[0] if error.args else error))
-        except asyncio.TimeoutError:
-            begun = "" if done.cancel() else ", and whether it is done is not known"
-            return self._error(503, f"etcd does not answer{begun}")
         except BambooError as error:
             return self._error(503, str(error))
         return self._json(b"{}")
@@ -300,8 +271,6 @@ class WebServer:
     # -- answers --------------------------------------------------------------------------------------
 
     def _html(self, page: str, status: int = 200) -> web.Response:
-        from aiohttp import web
-
         nonce = secrets.token_urlsafe(16)
         policy = (
             f"default-src 'none'; script-src 'nonce-{nonce}'; style-src 'nonce-{nonce}'; img-src data:; "
@@ -318,8 +287,6 @@ class WebServer:
         return self._html(_LOGIN.format(job=html.escape(self._job), wrong=told), status)
 
     def _json(self, body: bytes, status: int = 200) -> web.Response:
-        from aiohttp import web
-
         return web.Response(body=body, status=status, headers={**_HEADERS, "Content-Type": "application/json"})
 
     def _error(self, status: int, what: str) -> web.Response:

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...control.registry.records import WorkerState
 from ...errors import TransferError
 from ...state import Tree
 from ...topology import Layout, Plan, Role
@@ -232,13 +233,18 @@ class Copies(InContext):
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.stage.cuts or () for rank, r in known.items()}
         self.iteration.measures.times.enter(self.epoch.plan.epoch)
-        measured = (
-            self.iteration.measures.times.told(),
-            self.iteration.measures.times.iteration_s,
-            self.iteration.measures.kept.known,
-            self.iteration.measures.kept.outputs,
+        state = WorkerState(
+            id=self.epoch.channel.member,
+            epoch=self.epoch.plan.epoch,
+            replicas=tuple(sorted(self.replicas())),
+            place=self.snapshots.place,
+            cuts=owned,
+            seconds=self.iteration.measures.times.told(),
+            iteration_s=self.iteration.measures.times.iteration_s,
+            passes=self.iteration.measures.kept.known,
+            outputs=self.iteration.measures.kept.outputs,
         )
-        self.epoch.channel.report_state(self.epoch.plan.epoch, self.replicas(), self.snapshots.place, owned, *measured)
+        self.epoch.channel.report_state(state)
 
     def close(self) -> None:
         """End."""
