@@ -47,15 +47,6 @@ def config(folder: Path) -> tuple[str, str]:
     return "--config", str(write_config(folder, {"recovery": {"on_exception": "takeover"}}))
 
 
-def test_takeover_of_a_worker_that_failed(start: Start, tmp_path: Path) -> None:
-    job = start(4, *config(tmp_path)).run()
-    job.tell(1, "exit 13")
-    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
-    job.finish(1)
-    (lost,) = job.events("member_lost")
-    assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
-
-
 def test_workers_that_have_said_how_they_end_and_do_not(start: Start, tmp_path: Path) -> None:
     job = start(3, "--grace-s", "1", *config(tmp_path)).run()
     job.tell(1, "linger")
@@ -82,6 +73,8 @@ def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> 
 def test_when_all_fail_the_job_ends_with_the_code_of_the_first(start: Start, tmp_path: Path) -> None:
     job = start(2, *config(tmp_path)).run()
     job.tell(1, "exit 13")
-    job.wait_epoch(3, 1)
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
     job.tell(0, "raise")
     assert job.exit_code() == 13

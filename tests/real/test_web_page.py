@@ -236,7 +236,6 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         command = [bamboo_command(), "top", "--job", job.name, "--once"]
         wide = {**job.env, "COLUMNS": "80"}
         told = subprocess.run(command, env=wide, capture_output=True, text=True, check=True, timeout=60).stdout
-        print(told)
         assert "losses 1" in told and "next loss: any one member can be lost" in told
         assert browser.complaints() == []
         leader = next(m for m in job.status()["members"] if m["leader"])

@@ -30,7 +30,6 @@ from bamboo_ds.store.supervisor import die_with_parent
 from .patience import Patience
 from .ports import free_port
 from .processes import wait_stopped
-from .times import note
 
 _names = itertools.count()
 
@@ -53,11 +52,9 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start, also again on the old data, and wait until it serves."""
-        begin = time.monotonic()
         self.spawn()
         if self._scheme == "http":
             wait_healthy(self.endpoint, 20.0, self.check)
-        note("etcd: start", time.monotonic() - begin)
         return self
 
     def spawn(self) -> None:

@@ -30,7 +30,7 @@ from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
+from .jobs import DEADLINE_S, TRAIN, Result, RunningJob, marked
 from .patience import Patience
 from .processes import Process, parent_pid, start
 from .settings import agent as settings_of
@@ -178,19 +178,14 @@ class HostJob(RunningJob):
         script: Path = TRAIN,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder = folder
-        self._events, self._parsed = [], 0
+        self._prepare(folder, f"job-{os.urandom(4).hex()}")
         self.hosts = hosts
-        self.name = f"job-{os.urandom(4).hex()}"
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
-        self.joiners = []
         self.agents: list[Process] = []
         self._results: list[IO[bytes]] = []
-        temporary = TemporaryFolder(folder)
-        self.env = environment() | {MARK: str(folder)} | temporary.variables
         self._settings, self._world, self._config = dict(settings or {}), len(places), str(config)
         with ExitStack() as begun:
-            begun.callback(temporary.close)
+            begun.callback(self._temporary.close)
             self.secret = JobSecret.new()
             self.etcd = begun.enter_context(
                 EmbeddedEtcd(hosts.outside, certificates=certificates_of(self.secret, namespace(self.name)))
