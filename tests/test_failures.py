@@ -8,21 +8,16 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds.control.leader.failures import hopeless
-from bamboo_ds.control.registry.records import LeftRecord
 
 from .support.control import Job, start
 from .support.jobs import write_config
+from .support.records import left
 
 pytestmark = pytest.mark.claim("quickstart.md", "reference/events.md", "reference/settings.md")
 
 __all__ = ["start"]  # the fixture
 
 Start = Callable[..., Job]
-
-
-def left(name: str, error: str | None, step: int | None, outcome: str = "lost") -> LeftRecord:
-    fields = {"id": name, "slot": 0, "outcome": outcome, "reason": "exit", "detail": "1", "since": 1.0, "boot": "b"}
-    return LeftRecord.model_validate({**fields, "code": 1, "error": error, "step": step})
 
 
 @pytest.mark.parametrize(
@@ -39,7 +34,7 @@ def left(name: str, error: str | None, step: int | None, outcome: str = "lost") 
     ],
 )
 def test_what_comes_back_is_given_up(failures: list[tuple[str | None, int | None]], given_up: bool) -> None:
-    records = [left(f"m{n}", error, step) for n, (error, step) in enumerate(failures)]
+    records = [left(f"m{n}", code=1, error=error, step=step) for n, (error, step) in enumerate(failures)]
     assert (hopeless(records) is not None) is given_up
 
 

@@ -13,7 +13,6 @@ from bamboo_ds.control.leader.actions import Complete, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
@@ -21,7 +20,6 @@ from bamboo_ds.control.registry.records import (
     LeftRecord,
     MemberRecord,
     ProgressRecord,
-    Record,
     RestartRecord,
     SuspicionRecord,
     WorkerState,
@@ -29,11 +27,11 @@ from bamboo_ds.control.registry.records import (
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.live import LiveJob
-from bamboo_ds.processes import boot_id
-from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
+from bamboo_ds.store.records import KeyValue, WatchEvent
 from bamboo_ds.topology import Layout, Plan, StageMemory, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
+from .support import records
 from .support.settings import block, deciding
 
 pytestmark = pytest.mark.claim(
@@ -48,9 +46,7 @@ SECOND = with_redundancy(FIRST, Layout(1, 4), True)
 
 
 def member(name: str) -> MemberRecord:
-    return MemberRecord(
-        id=name, slot=IDS.index(name), host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x"
-    )
+    return records.member(name, IDS.index(name))
 
 
 def members(*names: str) -> dict[str, MemberRecord]:
@@ -58,8 +54,8 @@ def members(*names: str) -> dict[str, MemberRecord]:
 
 
 def left(name: str, outcome: str = "lost", **fields: Any) -> LeftRecord:
-    values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, "boot": boot_id()}
-    return LeftRecord.model_validate({"id": name, "slot": IDS.index(name), "outcome": outcome, **values, **fields})
+    values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, **fields}
+    return records.left(name, IDS.index(name), outcome, **values)
 
 
 def suspicion(by: str, accused: str, epoch: int = 2) -> SuspicionRecord:
@@ -411,12 +407,9 @@ def test_any_order_of_losses_ends_with_a_plan_of_the_living(
     pipelines: int, stages: int, faults: list[tuple[float, int, str]]
 ) -> None:
     ids = [f"m{slot}" for slot in range(pipelines * stages)]
-    records = {
-        name: MemberRecord(id=name, slot=slot, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-        for slot, name in enumerate(ids)
-    }
+    everybody = {name: records.member(name, slot) for slot, name in enumerate(ids)}
     plan: Plan = with_redundancy(initial_plan(ids), Layout(pipelines, stages), True)
-    living, gone, one, now = dict(records), dict[str, LeftRecord](), decider(), 100.0
+    living, gone, one, now = dict(everybody), dict[str, LeftRecord](), decider(), 100.0
 
     def settle(until: float) -> None:
         nonlocal plan
@@ -454,32 +447,23 @@ def test_any_order_of_losses_ends_with_a_plan_of_the_living(
 # -- the mirror and what status makes of it -----------------------------------------------------------
 
 
-def entry(key: str, record: Record | str, revision: int = 1) -> KeyValue:
-    return KeyValue(key, record if isinstance(record, str) else record.to_json(), revision, revision)
-
-
 def test_status_of_a_job_that_lost_a_member() -> None:
     plan = takeover(SECOND, ["b"])
-    entries = [entry(Keys.member(n), member(n)) for n in "acd"]
-    entries += [entry(Keys.PLAN, plan.to_json(), 7), entry(Keys.LEADER, LeaderRecord(id="c"))]
-    entries += [entry(Keys.left("b"), left("b"))]
-    entries += [entry(Keys.progress("a"), ProgressRecord(id="a", step=5, checkpoint="/x"))]
-    entries += [entry(Keys.progress("c"), ProgressRecord(id="c", step=6))]
-    mirror = Mirror(Snapshot({e.key: e for e in entries}, 9))
-    assert mirror.plan == plan
-    assert mirror.revision(Keys.PLAN) == 7
-    status = LiveJob("j").view(overview(mirror))
+    progress = ProgressRecord(id="a", step=5, checkpoint="/x"), ProgressRecord(id="c", step=6)
+    found = records.mirror(plan, *map(member, "acd"), LeaderRecord(id="c"), left("b"), *progress)
+    assert found.plan == plan
+    status = LiveJob("j").view(overview(found))
     assert (status.epoch, status.step, status.checkpoint_path) == (3, 6, "/x")
     by_id = {m.id: m for m in status.members}
     assert by_id["a"].roles == ((0, 0), (0, 1))
     assert by_id["d"].shadows == ((0, 0),)
     assert by_id["c"].leader
     assert by_id["b"].state == "lost (signal SIGKILL)"
-    mirror.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))
+    found.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))
     newer = replace(SECOND, epoch=plan.epoch + 1)
-    mirror.apply(WatchEvent("put", Keys.PLAN, entry(Keys.PLAN, newer.to_json(), 11)))
-    assert mirror.leader is None
-    assert mirror.plan == newer
+    found.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, newer.to_json(), 11, 1)))
+    assert found.leader is None
+    assert found.plan == newer
 
 
 def test_an_heir_may_be_chosen_by_what_is_known_of_the_lost_member(monkeypatch: pytest.MonkeyPatch) -> None:

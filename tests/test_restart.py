@@ -23,13 +23,13 @@ from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Progres
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.lives import Category
-from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.compare import differences
 from .support.faults import mark
 from .support.jobs import Result, RunningJob, write_config
+from .support.records import left, member
 from .support.settings import deciding
 from .support.surviving import Reference, fault
 from .test_consumption import assert_consumed_once
@@ -42,16 +42,6 @@ IDS = ("a", "b", "c", "d")
 RUNNING = with_redundancy(initial_plan(IDS), Layout(1, 4), True)
 #: The owner of stage 1, and its shadow.
 FATAL = takeover(takeover(RUNNING, {"b"}), {"a"})
-
-
-def member(name: str, slot: int, **more: Any) -> MemberRecord:
-    values = {"host": "h", "address": "127.0.0.1", "pid": 1, "agent_pid": 2, "incarnation": "x", **more}
-    return MemberRecord(id=name, slot=slot, **values)
-
-
-def left(name: str, slot: int, outcome: str, **more: Any) -> LeftRecord:
-    values = {"reason": "exit", "detail": "86", "since": 0.0, "boot": boot_id(), **more}
-    return LeftRecord.model_validate({"id": name, "slot": slot, "outcome": outcome, **values})
 
 
 def waiting(*slots: int) -> dict[str, MemberRecord]:

@@ -27,23 +27,21 @@ from bamboo_ds.cli import main
 from bamboo_ds.cli.options import block_of
 from bamboo_ds.control.registry import claims
 from bamboo_ds.control.registry.access import open_store
-from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
-from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord
+from bamboo_ds.control.registry.records import LayoutRecord
 from bamboo_ds.errors import ConfigError, LaunchError
 from bamboo_ds.launchers import jobs, network, slots
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.processes import boot_id, started
-from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.control import BAMBOO, Job, start, wait_gone
 from .support.etcd import EtcdServer
 from .support.patience import Patience
+from .support.records import member, mirror
 
 pytestmark = pytest.mark.claim(
     "guides/elastic.md",
@@ -321,13 +319,10 @@ def _shadow(report: dict[str, Any], pipeline: int, stage: int) -> bool:
 
 def test_members_whose_agents_could_not_say_goodbye_stay_in_the_status() -> None:
     """Their host has vanished, say: they are lost once the plan goes on without them."""
-    found = {Keys.PLAN: initial_plan(["m0-a", "m1-b"]).to_json()}
-    fields = {"host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
-    found[Keys.member("m0-a")] = MemberRecord.model_validate({"id": "m0-a", "slot": 0, **fields}).to_json()
-    for member in ("m0-a", "m1-b", "m12-c"):
-        found[Keys.report(member)] = LayoutRecord(id=member, layout=Layout(1, 2), redundant=True).to_json()
-    mirror = Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1))
-    states = [(member.slot, member.state) for member in LiveJob("j").view(overview(mirror)).members]
+    plan, names = initial_plan(["m0-a", "m1-b"]), ("m0-a", "m1-b", "m12-c")
+    reports = [LayoutRecord(id=name, layout=Layout(1, 2), redundant=True) for name in names]
+    found = overview(mirror(plan, member("m0-a"), *reports))
+    states = [(each.slot, each.state) for each in LiveJob("j").view(found).members]
     assert states == [(0, "building"), (1, "silent"), (12, "lost")]
 
 

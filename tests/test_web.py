@@ -23,7 +23,7 @@ from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
-from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, MemberRecord, StopRecord, WebRecord
+from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, StopRecord, WebRecord
 from bamboo_ds.control.web.access import Access, token_of
 from bamboo_ds.control.web.display import JobPage
 from bamboo_ds.control.web.feed import Feed
@@ -33,13 +33,13 @@ from bamboo_ds.observe.events import Event
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.secret import NONE, JobSecret
-from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import wait_until
 from .support.leaks import no_leaks
 from .support.page import ask, scraped, seen, streamed, value
 from .support.patience import Patience
+from .support.records import member, mirror
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/observing.md", "guides/security.md")
@@ -282,7 +282,7 @@ def test_a_stream_is_alive(monkeypatch: pytest.MonkeyPatch, served: Served) -> N
 def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What etcd tells is shown all the same, and a warning says it once."""
     feed = Feed("recorded", str(tmp_path / "missing.jsonl"))
-    feed.know(overview(mirror()))
+    feed.know(overview(known()))
     feed.refresh()
     feed.refresh()
     view = json.loads(feed.view()[1])
@@ -342,15 +342,8 @@ def test_an_event_that_cannot_be_shown_hides_no_other(
 # -- while a member leads -----------------------------------------------------------------------------------
 
 
-def mirror(leader: str = "a", **more: str) -> Mirror:
-    fields = {"slot": 0, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
-    keys = {
-        Keys.PLAN: initial_plan(["a"]).to_json(),
-        Keys.LEADER: LeaderRecord(id=leader).to_json(),
-        Keys.member("a"): MemberRecord.model_validate({"id": "a", **fields}).to_json(),
-        **more,
-    }
-    return Mirror(Snapshot({key: KeyValue(key, text, 1, 1) for key, text in keys.items()}, 1))
+def known(leader: str = "a") -> Mirror:
+    return mirror(initial_plan(["a"]), LeaderRecord(id=leader), member("a"))
 
 
 class StoreDouble:
@@ -380,7 +373,7 @@ def lead(shown: JobPage, ready: Callable[[], Any]) -> None:
     patience = Patience(20.0)
     while not ready():
         assert not patience.over()
-        again = shown.follow(mirror(), lease)
+        again = shown.follow(known(), lease)
         wake.wait(0.05 if again is None else max(0.0, min(0.05, again - shown._clock())))
         wake.clear()
 
@@ -390,7 +383,7 @@ def test_it_serves_while_its_member_leads() -> None:
     lease: Any = None
     with no_leaks():
         shown = display("127.0.0.1:0", store, control=True)
-        assert shown.follow(mirror("b"), lease) is None and not store.written
+        assert shown.follow(known("b"), lease) is None and not store.written
         begin = time.monotonic()
         lead(shown, lambda: Keys.WEB in store.written)
         assert time.monotonic() - begin >= 0.5, "a member that begins to lead has a loss to handle first"
@@ -409,11 +402,11 @@ def test_it_serves_while_its_member_leads() -> None:
                 assert not patience.over()
                 woken.wait(0.05)
                 woken.clear()
-                shown.follow(mirror(), lease)
+                shown.follow(known(), lease)
         assert answers == [404, 200, 200]
         assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
         assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
-        shown.follow(mirror("b"), lease)  # it leads no more
+        shown.follow(known("b"), lease)  # it leads no more
         wait_until(lambda: not answers_at(record.url), "the server has ended", 20.0)
         shown.close(5.0)
 
@@ -426,16 +419,16 @@ def test_what_its_client_gave_up_is_not_done() -> None:
     lead(shown, lambda: Keys.WEB in store.written)
     written = dict(store.written)
     assert shown._ask("stop", "").cancel()
-    shown.follow(mirror(), lease)
+    shown.follow(known(), lease)
     assert shown._asked.empty() and store.written == written
     first, second = shown._ask("leave", "a"), shown._ask("stop", "")
     begin = shown._clock()
-    again = shown.follow(mirror(), lease)
+    again = shown.follow(known(), lease)
     assert first.done() and not second.done() and again is not None and again <= begin + 1.0, "one in a turn"
     assert second.cancel()
-    shown.follow(mirror("b"), lease)
+    shown.follow(known("b"), lease)
     late = shown._ask("stop", "")
-    shown.follow(mirror("b"), lease)
+    shown.follow(known("b"), lease)
     with pytest.raises(StoreUnavailable, match="does not lead"):
         late.result(0.0)
     assert shown._ask("stop", "").cancel()
@@ -550,7 +543,7 @@ def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:
     with no_leaks():
         shown = display("127.0.0.1:0", store)
         lead(shown, lambda: shown._opening is not None)
-        shown.follow(mirror("b"), lease)  # type: ignore[arg-type]
+        shown.follow(known("b"), lease)  # type: ignore[arg-type]
         assert not store.written
 
 
