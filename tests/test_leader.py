@@ -87,13 +87,6 @@ def test_first_plan_is_in_slot_order() -> None:
     assert action.plan == FIRST
 
 
-def test_loss_before_the_first_plan_stops() -> None:
-    view = View(world_size=4, members=members("a", "b", "c"), left={"d": left("d")})
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, StopJob)
-    assert action.code == EXIT_FATAL_LOSS
-
-
 def test_layout_waits_for_every_report() -> None:
     reports = {name: report(name) for name in IDS}
     view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
@@ -192,18 +185,16 @@ def test_loss_waits_for_companions() -> None:
     assert action.losses[0].noticed == 100.0
 
 
-def test_detection_on_another_host_is_unknown() -> None:
-    view = replace(all_well(), members=members("a", "c", "d"), left={"b": left("b", boot="elsewhere")})
+@pytest.mark.parametrize(
+    ("gone", "reason"),
+    [({"b": left("b", boot="elsewhere")}, "signal"), ({}, "lease")],
+    ids=["on another host", "its lease ran out"],
+)
+def test_when_a_member_was_lost_may_be_unknown(gone: dict[str, LeftRecord], reason: str) -> None:
+    view = replace(all_well(), members=members("a", "c", "d"), left=gone)
     action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, WritePlan)
-    assert action.losses[0].detection_s is None
-
-
-def test_lease_that_ran_out() -> None:
-    view = replace(all_well(), members=members("a", "c", "d"))
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
-    assert (action.losses[0].reason, action.losses[0].detection_s) == ("lease", None)
+    assert (action.losses[0].reason, action.losses[0].detection_s) == (reason, None)
 
 
 def test_absence_after_an_outage_is_not_trusted() -> None:
@@ -237,8 +228,9 @@ def test_who_has_finished_takes_nothing_over() -> None:
     assert [loss.member for loss in action.losses] == ["b"]
 
 
-def test_loss_before_the_layout_stops() -> None:
-    view = View(world_size=4, plan=FIRST, members=members("a", "b", "c"), left={"d": left("d")})
+@pytest.mark.parametrize("plan", [None, FIRST], ids=["no plan", "no layout"])
+def test_loss_before_the_layout_stops(plan: Plan | None) -> None:
+    view = View(world_size=4, plan=plan, members=members("a", "b", "c"), left={"d": left("d")})
     action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
     assert isinstance(action, StopJob)
     assert action.code == EXIT_FATAL_LOSS

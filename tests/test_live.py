@@ -95,18 +95,6 @@ def test_a_recorded_job() -> None:
     assert LiveView.model_validate_json(view.model_dump_json()) == view
 
 
-def test_each_survivor_of_a_loss() -> None:
-    job = LiveJob("recorded")
-    for event in recorded():
-        job.add(event)
-    detail = job.loss(1)
-    assert detail is not None and detail.loss == job.view().losses[0]
-    pauses = [each.pause_seconds for each in detail.survivors]
-    assert sorted(each.name for each in detail.survivors) == ["m0", "m1", "m2"]
-    assert pauses == sorted(pauses, reverse=True) and pauses[0] == detail.loss.pause_seconds
-    assert job.loss(2) is None
-
-
 def test_the_state_of_the_job() -> None:
     """After each event of the recorded job."""
     job, states = LiveJob("recorded"), []

@@ -79,8 +79,8 @@ def records(entered: Iterable[str] = LIVING) -> dict[str, Record]:
     for epoch in range(1, EPOCH + 1):
         found[Keys.store(epoch)] = StoreRecord(epoch=epoch, host="h", port=1)
         found[Keys.timing(epoch)] = TimingRecord(epoch=epoch, detection_s=0.1, plan_s=0.1)
-    for n, member in enumerate(DEPARTED):
-        found |= departed(member, step=n)
+    for n, name in enumerate(DEPARTED):
+        found |= departed(name, step=n)
     for name in LIVING:
         found[Keys.member(name)] = member(name, home=0)
         found |= kept_by(name, EPOCH if name in entered else EPOCH - 1, len(DEPARTED))
@@ -110,8 +110,8 @@ def test_the_living_the_newest_departed_and_the_newest_epochs_stay() -> None:
         *range(EPOCH - KEPT_EPOCHS + 1, EPOCH + 1)
     }
     assert {Keys.LEADER, Keys.SPEC} <= left
-    for member in LIVING:
-        assert {Keys.member(member), *kept_by(member, 0, 0)} <= left
+    for name in LIVING:
+        assert {Keys.member(name), *kept_by(name, 0, 0)} <= left
     assert prune({key: found[key] for key in left}, plan()) == set()
 
 
@@ -119,8 +119,8 @@ def test_members_that_are_needed_stay() -> None:
     first, second, third = DEPARTED[:3]
     found = records() | {Keys.member(first): member(first, home=0)}
     removed = prune(found, plan(lost=(second,)))
-    for member in (first, second):
-        assert not removed & departed(member, 0).keys()
+    for name in (first, second):
+        assert not removed & departed(name, 0).keys()
     assert departed(third, 0).keys() <= removed
 
 

@@ -105,13 +105,6 @@ def test_commands_are_understood(name: str) -> None:
             assert params["script"] in ("train.py", "1"), "the script is not where options end"
 
 
-def test_a_wrong_command_would_be_found() -> None:
-    (words,) = commands('until srun bamboo join --strat "$N" $(x y) \\\n  "$@"; do')
-    assert words == ["bamboo", "join", "--strat", "1", "1", "1"]
-    with pytest.raises(Exception, match="No such option '--strat'"):
-        cli.commands["join"].make_context("join", words[2:])
-
-
 def test_variables_exist() -> None:
     package = "".join(path.read_text() for path in (CLUSTER.parents[1] / "bamboo_ds").rglob("*.py"))
     named = set().union(*(variables_of(text(name)) for name in files()))

@@ -231,18 +231,6 @@ def test_refresh_keeps_a_lease(store: Store) -> None:
     lease.revoke()
 
 
-def test_revoke_is_seen_at_once(store: Store) -> None:
-    seen = Recorder()
-    watch = store.watch("members/", seen)
-    lease = store.lease(30)
-    store.put("members/a", "x", lease)
-    seen.wait_for("put", "members/a")
-    lease.revoke()
-    seen.wait_for("delete", "members/a")
-    assert [kind for kind, _, _ in seen.seen] == ["put", "delete"]
-    watch.cancel()
-
-
 def test_a_dead_endpoint_is_skipped(own_etcd: EtcdServer, etcd: EtcdServer) -> None:
     own_etcd.kill()
     with Store([own_etcd.url, etcd.url.removeprefix("http://")], namespace=new_namespace()) as store:

@@ -210,7 +210,10 @@ def test_the_view_a_loss_and_the_metrics(served: Served) -> None:
     view = seen(served.url, TOKEN)
     assert (view["step"], view["state"], len(view["members"]), len(view["losses"])) == (25, "ended", 5, 1)
     detail = json.loads(ask(served.url, "/api/losses/1", TOKEN)[2])
-    assert detail["loss"] == view["losses"][0] and len(detail["survivors"]) == 3
+    pauses = [each["pause_seconds"] for each in detail["survivors"]]
+    assert detail["loss"] == view["losses"][0] and pauses[0] == detail["loss"]["pause_seconds"]
+    assert sorted(each["name"] for each in detail["survivors"]) == ["m0", "m1", "m2"]
+    assert pauses == sorted(pauses, reverse=True)
     for number in ("2", "x", "-1", "", "9" * 5000):
         assert ask(served.url, f"/api/losses/{number}", TOKEN)[0] == 404
     assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
