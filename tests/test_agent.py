@@ -20,7 +20,7 @@ from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.mailbox import Mailbox
 
 from .support.control import Job, start
-from .support.page import ask, gone_back, scraped, seen, value
+from .support.page import ask, gone_back, scraped, seen, served_at, value
 from .support.ports import free_port
 
 pytestmark = pytest.mark.claim(
@@ -121,20 +121,15 @@ def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
     assert {(rank, job.member(rank)) for rank in gone} <= takeovers
 
 
-def kill_at_once(job: Job, *ranks: int) -> None:
-    """SIGKILL to several workers; their agents can tell nobody before all of them know."""
-    etcd, workers, told = job.etcd(), [psutil.Process(job.worker(rank)) for rank in ranks], len(job.find("plan"))
-    job.kill(etcd.pid, signal.SIGSTOP)
+def test_two_at_once_make_one_plan(start: Start) -> None:
+    job = start(4, "--settle-ms", "2000", "--lease-ttl-s", "60").run()
+    etcd, workers, told = job.etcd(), [psutil.Process(job.worker(rank)) for rank in (0, 2)], len(job.find("plan"))
+    job.kill(etcd.pid, signal.SIGSTOP)  # agents can tell nobody before both know
     for worker in workers:
         job.kill(worker.pid)
     job.wait_quietly(lambda: not any(worker.is_running() for worker in workers))  # their agents have collected them
     assert len(job.find("plan")) == told, "who told?"
     job.kill(etcd.pid, signal.SIGCONT)
-
-
-def test_two_at_once_make_one_plan(start: Start) -> None:
-    job = start(4, "--settle-ms", "2000", "--lease-ttl-s", "60").run()
-    kill_at_once(job, 0, 2)
     plan = job.wait_epoch(3, 0, 2)
     assert sorted(plan["lost"]) == sorted([job.member(0), job.member(2)])
     assert not plan["unheld"]
@@ -151,7 +146,7 @@ def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start, tmp_p
     job = start(3, "--lease-ttl-s", "60", "--config", str(config)).run()
     step = {"step": 1, "loss": 1.5, "seconds": 0.25, "frc_done": 3, "frc_total": 4, "samples": 8}
     job.tell(0, f"event step {json.dumps(step)}")
-    job.wait_quietly(lambda: served(url) and job.events("step"))
+    job.wait_quietly(lambda: served_at(url) and job.events("step"))
     told = job.bamboo("web", "--token-file", str(token_file))
     assert told.returncode == 0 and f"page:    {url}/\n" in told.stdout, told.stderr
     token = token_file.read_text()
@@ -166,7 +161,7 @@ def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start, tmp_p
     job.kill(job.agent(victim))
     assert job.wait_epoch(3, victim)["lost"] == [job.member(victim)]
     job.wait_quietly(lambda: not worker.is_running())  # and its parent, the launcher now, has collected it
-    job.wait_quietly(lambda: served(url) and job.events("member_lost"))
+    job.wait_quietly(lambda: served_at(url) and job.events("member_lost"))
     after = scraped(url, token)
     assert not gone_back(before, after)
     (lost,) = job.events("member_lost")
@@ -181,16 +176,8 @@ def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start, tmp_p
     job.wait_quietly(lambda: job.events("notice"))
     assert [(event["member"], event["source"]) for event in job.events("notice")] == [(job.member(other), "web")]
     job.finish(victim)
-    assert not served(url)
+    assert not served_at(url)
     assert token not in job.output()
-
-
-def served(url: str) -> bool:
-    """Whether somebody listens."""
-    try:
-        return ask(url, "/healthz")[0] == 200
-    except ConnectionError:
-        return False
 
 
 def test_silent_node_loses_its_lease_and_stops_when_it_wakes(start: Start) -> None:

@@ -37,7 +37,7 @@ from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import wait_until
 from .support.leaks import no_leaks
-from .support.page import ask, scraped, seen, streamed, value
+from .support.page import ask, scraped, seen, served_at, streamed, value
 from .support.patience import Patience
 from .support.records import member, mirror
 from .support.settings import agent
@@ -410,7 +410,7 @@ def test_it_serves_while_its_member_leads() -> None:
         assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
         assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
         shown.follow(known("b"), lease)  # it leads no more
-        wait_until(lambda: not answers_at(record.url), "the server has ended", 20.0)
+        wait_until(lambda: not served_at(record.url), "the server has ended", 20.0)
         shown.close(5.0)
 
 
@@ -471,13 +471,6 @@ def test_a_page_that_ends_badly_keeps_nobody(monkeypatch: pytest.MonkeyPatch, ca
         shown.close(0.0)
     assert "a test says so" in caplog.text
     server.close(5.0)
-
-
-def answers_at(url: str) -> bool:
-    try:
-        return ask(url, "/healthz")[0] == 200
-    except OSError:
-        return False
 
 
 def test_a_port_in_use_is_told_once_and_tried_again(
