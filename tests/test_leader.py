@@ -32,7 +32,7 @@ from bamboo_ds.topology import Layout, Plan, StageMemory, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support import records
-from .support.settings import block, deciding
+from .support.settings import block, decided, deciding
 
 pytestmark = pytest.mark.claim(
     "guides/elastic.md", "guides/even-shares.md", "guides/scripts.md", "reference/cli.md", "reference/settings.md"
@@ -82,16 +82,14 @@ def test_start_waits_for_all_slots() -> None:
 
 
 def test_first_plan_is_in_slot_order() -> None:
-    action = decider().decide(View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
     assert action.plan == FIRST
 
 
 def test_layout_waits_for_every_report() -> None:
     reports = {name: report(name) for name in IDS}
     view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert action.plan == SECOND
     del reports["c"]
     assert decider().decide(view, 0.0) == Wait()
@@ -104,8 +102,7 @@ def test_what_stages_take_is_told_with_the_layout() -> None:
     """And replicas are given up that members may not hold; not before all have told."""
     reports = {n: report(n).model_copy(update={"stage": STAGE, "memory": 25 if n == "a" else 21}) for n in IDS}
     view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     plan = action.plan
     assert plan.memory == (STAGE,) * 4 and plan.unshadowed == (0, 2, 3) and plan.shadows[1] == "a"
     reports["b"] = report("b").model_copy(update={"memory": 21})
@@ -123,12 +120,10 @@ def test_copies_wait_for_room() -> None:
     plan = replace(SECOND, shadows=(None, "d", "a", "c"), memory=(StageMemory(10, 10, 8),) * 4)
     workers = {n: WorkerState(id=n, epoch=2, replicas=r) for n, r in zip(IDS, ((2,), (), (3,), (1,)), strict=True)}
     view = View(world_size=4, plan=plan, members=records, reports=reports, workers=workers)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert action.plan.learners == ((0, "c"), (2, "b"), (3, "a")) and action.plan.shadows == (None, "d", None, None)
     workers["d"] = workers["d"].model_copy(update={"passes": {0: 3, 3: 6}})
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert [stage.passes for stage in action.plan.memory] == [3, 0, 0, 6]
     assert action.plan.shadows == (None, "d", "a", None) and "no replica of (0,0)" in action.reason
 
@@ -137,8 +132,7 @@ def test_different_layouts_stop() -> None:
     for wrong in (report("d", Layout(2, 2)), report("d", redundant=False)):
         reports = {name: report(name) for name in IDS} | {"d": wrong}
         view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-        action = decider().decide(view, 0.0)
-        assert isinstance(action, StopJob)
+        action = decided(StopJob, decider(), view, 0.0)
         assert action.code == EXIT_CONFIG
         assert "a has 1 pipelines of 4 stages with redundancy, d has" in action.reason
 
@@ -162,8 +156,7 @@ def test_what_workers_go_by_completes_an_open_record() -> None:
 
 def test_layout_of_another_size_stops() -> None:
     reports = {"a": report("a", Layout(1, 3))}
-    action = decider().decide(View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0)
     assert "needs 3 members, but the job was started with 4" in action.reason
 
 
@@ -177,8 +170,7 @@ def test_loss_waits_for_companions() -> None:
     assert one.decide(lost_b, 100.0) == Wait(100.0 + SETTLE_S)
     lost_both = replace(lost_b, members=members("a", "c"), left={"b": left("b"), "d": left("d")})
     assert one.decide(lost_both, 100.01) == Wait(100.0 + SETTLE_S), "the first one's time counts"
-    action = one.decide(lost_both, 100.0 + SETTLE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, lost_both, 100.0 + SETTLE_S)
     assert action.plan == takeover(SECOND, ["b", "d"])
     assert [loss.member for loss in action.losses] == ["b", "d"]
     assert abs((action.losses[0].detection_s or 0) - 0.1) < 1e-9
@@ -192,8 +184,7 @@ def test_loss_waits_for_companions() -> None:
 )
 def test_when_a_member_was_lost_may_be_unknown(gone: dict[str, LeftRecord], reason: str) -> None:
     view = replace(all_well(), members=members("a", "c", "d"), left=gone)
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
     assert (action.losses[0].reason, action.losses[0].detection_s) == (reason, None)
 
 
@@ -203,15 +194,13 @@ def test_absence_after_an_outage_is_not_trusted() -> None:
     assert one.decide(view, 100.0) == Wait(105.0)
     returned = replace(view, members=members(*IDS))
     assert one.decide(returned, 101.0) == Wait()
-    action = one.decide(replace(view, members=members("a", "b", "c")), 105.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, replace(view, members=members("a", "b", "c")), 105.0)
     assert action.plan.lost == ("d",)
 
 
 def test_death_in_an_outage_is_trusted() -> None:
     view = replace(all_well(), members=members("a", "c"), left={"b": left("b")}, trusted_from=105.0)
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.plan.lost == ("b",), "d has time to return"
 
 
@@ -222,8 +211,7 @@ def test_finishing_is_no_loss() -> None:
 
 def test_who_has_finished_takes_nothing_over() -> None:
     view = replace(all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")})
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.plan == takeover(SECOND, ["a", "b"])
     assert [loss.member for loss in action.losses] == ["b"]
 
@@ -231,16 +219,14 @@ def test_who_has_finished_takes_nothing_over() -> None:
 @pytest.mark.parametrize("plan", [None, FIRST], ids=["no plan", "no layout"])
 def test_loss_before_the_layout_stops(plan: Plan | None) -> None:
     view = View(world_size=4, plan=plan, members=members("a", "b", "c"), left={"d": left("d")})
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.code == EXIT_FATAL_LOSS
     assert [loss.member for loss in action.losses] == ["d"]
 
 
 def test_application_error_stops_instead_of_a_takeover() -> None:
     view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "failed", reason="exit", code=3)})
-    action = decider().decide(view, 100.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), view, 100.0)
     assert action.code == 3
 
 
@@ -263,8 +249,7 @@ def test_fatal_plan_ends_planning() -> None:
 
 def test_fatal_loss_that_only_a_worker_knows_of_stops() -> None:
     view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "fatal", code=86)})
-    action = decider().decide(view, 100.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), view, 100.0)
     assert action.code == 86
 
 
@@ -279,8 +264,7 @@ def test_two_accusers_convict_after_a_moment() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b"), suspicion("c", "b")])
     assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
-    action = one.decide(view, 100.0 + SETTLE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + SETTLE_S)
     assert action.plan == takeover(SECOND, ["b"])
     assert (action.losses[0].reason, action.losses[0].detail) == ("suspects", "a, c")
 
@@ -306,8 +290,7 @@ def test_single_accuser_needs_a_silent_agent() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b")])
     assert one.decide(view, 100.0) == Wait(100.0 + PATIENCE_S)
-    action = one.decide(view, 100.0 + PATIENCE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan.lost == ("b",)
 
 
@@ -315,8 +298,7 @@ def test_vouched_member_stays_and_connections_are_made_anew() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b")], healthy={"b": 2})
     one.decide(view, 100.0)
-    action = one.decide(view, 100.0 + PATIENCE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan == replace(SECOND, epoch=3)
     assert not action.losses
 
@@ -327,8 +309,7 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
     again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
     assert isinstance(again, WritePlan) and again.plan == replace(SECOND, epoch=3)
     view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], healthy={"a": 3})
-    action = one.decide(view, 101.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 101.0)
     assert action.plan == takeover(again.plan, ["c"])
     assert (action.losses[0].member, action.losses[0].reason, action.losses[0].detail) == ("c", "suspects", "a")
     # Another pair is another matter, and so is the same one later.
@@ -346,11 +327,9 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
     plan = takeover(SECOND, ["a"])
     one = deciding(0.0, 0.0)
     view = replace(all_well(), plan=plan, members=members("b", "c", "d"))
-    first = one.decide(replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
-    assert isinstance(first, WritePlan)
+    first = decided(WritePlan, one, replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
     again = replace(view, plan=first.plan, suspicions=[suspicion("c", "d", 4)], healthy={"d": 4})
-    action = one.decide(again, 101.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, again, 101.0)
     assert action.plan.lost == ("c",) and not action.plan.unheld
     assert takeover(first.plan, ["d"]).unheld
 
@@ -372,16 +351,14 @@ def test_known_loss_comes_before_accusations() -> None:
         left={"b": left("b")},
         suspicions=[suspicion("a", "c"), suspicion("d", "c")],
     )
-    action = deciding(0.0, 0.0).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
 
 
 def test_mutual_accusations_convict_one_at_a_time() -> None:
     accusations = [("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("c", "a")]
     view = replace(all_well(), suspicions=[suspicion(*pair) for pair in accusations])
-    action = deciding(0.0, 0.0).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
 
 

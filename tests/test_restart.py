@@ -30,7 +30,7 @@ from .support.compare import differences
 from .support.faults import mark
 from .support.jobs import Result, RunningJob, write_config
 from .support.records import left, member
-from .support.settings import deciding
+from .support.settings import decided, deciding
 from .support.surviving import Reference, fault
 from .test_consumption import assert_consumed_once
 
@@ -162,8 +162,7 @@ def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
     assert record.ranks == {0: (0,), 1: (1,), 5: (2,), 6: (3,)}
     slots = {0: 0, 1: 1, 2: 5, 3: 6}
     workers = {f"r{rank}": member(f"r{rank}", slot, home=rank, generation=0) for rank, slot in slots.items()}
-    first = one.decide(not_started(members=workers, restart=record), 1.0)
-    assert isinstance(first, WritePlan)
+    first = decided(WritePlan, one, not_started(members=workers, restart=record), 1.0)
     plan = first.plan
     assert (plan.epoch, plan.members, plan.unheld, plan.generation) == (1, ("r0", "r1", "r2", "r3"), (), 0)
     assert (plan.origin, plan.fence_s) == (UNSTARTED_PLAN.origin, 120.0) and plan.origin
@@ -171,8 +170,7 @@ def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
 
 def test_a_loss_before_the_first_plan_makes_all_wait_again_for_all() -> None:
     one = decider(min_members=1)
-    action = one.decide(not_started(0, 1, 2, 3), 0.0)
-    assert isinstance(action, Assign)
+    action = decided(Assign, one, not_started(0, 1, 2, 3), 0.0)
     workers = {f"r{rank}": member(f"r{rank}", rank, home=rank, generation=0) for rank in (0, 1, 2)}
     lost = {"r3": left("r3", 3, "lost", generation=0)}
     failed = one.decide(not_started(members=workers, left=lost, restart=action.record), 1.0)
@@ -213,8 +211,7 @@ def workers(*ranks: int) -> dict[str, MemberRecord]:
 def test_the_first_plan_waits_for_all_workers() -> None:
     it, view = decider(), after_the_loss(restart=RECORD)
     assert it.decide(replace(view, members={**workers(0, 1, 2), **waiting(9)}), 0.0) == Wait(60.0)
-    action = it.decide(replace(view, members=workers(3, 1, 0, 2)), 1.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, it, replace(view, members=workers(3, 1, 0, 2)), 1.0)
     plan = action.plan
     assert (plan.epoch, plan.owners, plan.homes) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
     assert plan.unheld == () and plan.layout is None

@@ -261,18 +261,17 @@ def test_status_and_stop(start: Start) -> None:
     for rank in (0, 1, 2):
         job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
     job.tell(0, "print some words")
-    follow = [*BAMBOO, "events", "-f", "--job", "status-test"]
+
+    def begin(*words: str, **where: Any) -> subprocess.Popen[str]:
+        return subprocess.Popen([*BAMBOO, *words], env=job.environment, **where)
+
+    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     (terminal, inside), (terminal_top, inside_top) = pty.openpty(), pty.openpty()
     with (
-        subprocess.Popen(
-            [*BAMBOO, "logs", "-f", "--member", "m0", "--agents"],
-            env=job.environment,
-            stdout=subprocess.PIPE,
-            text=True,
-        ) as reading,
-        subprocess.Popen(follow, env=job.environment, stdout=subprocess.PIPE, text=True) as following,
-        subprocess.Popen([*BAMBOO, "status", "-w"], env=job.environment, stdout=inside) as watching,
-        subprocess.Popen([*BAMBOO, "top"], env=job.environment, stdout=inside_top) as top,
+        begin("logs", "-f", "--member", "m0", "--agents", **piped) as reading,
+        begin("events", "-f", "--job", "status-test", **piped) as following,
+        begin("status", "-w", stdout=inside) as watching,
+        begin("top", stdout=inside_top) as top,
     ):
         os.close(inside)
         os.close(inside_top)

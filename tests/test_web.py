@@ -47,6 +47,11 @@ pytestmark = pytest.mark.claim("guides/observing.md", "guides/security.md")
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 SECRET = JobSecret("x" * 40)
 TOKEN = token_of(SECRET, "recorded")
+ACCESS = Access(SECRET, "recorded")
+
+
+def serving(feed: Feed, change: Callable[[str, str], Future[None]] | None) -> WebServer:
+    return WebServer(feed, ACCESS, "recorded", ("127.0.0.1", 0), change, AgentLoop())
 
 
 class Served:
@@ -56,8 +61,7 @@ class Served:
         self.asked: list[tuple[str, str]] = []
         self.fails: Exception | None = None
         self.feed = Feed("recorded", events)
-        self.access = Access(SECRET, "recorded")
-        self.server = WebServer(self.feed, self.access, "recorded", ("127.0.0.1", 0), self._change, AgentLoop())
+        self.server = serving(self.feed, self._change)
         self.url = self.server.url
 
     def _change(self, what: str, member: str) -> Future[None]:
@@ -92,7 +96,7 @@ def test_strangers_see_nothing(served: Served, path: str, token: str | None) -> 
 def test_the_token_does_not_lead_to_the_secret_and_is_of_one_job() -> None:
     assert re.fullmatch("[0-9a-f]{64}", TOKEN)
     assert TOKEN not in (token_of(SECRET, "other"), token_of(JobSecret("y" * 40), "recorded"), SECRET.text)
-    assert SECRET.text not in TOKEN and TOKEN not in Access(SECRET, "recorded").cookie()
+    assert SECRET.text not in TOKEN and TOKEN not in ACCESS.cookie()
 
 
 def test_health_is_for_everybody(served: Served) -> None:
@@ -148,7 +152,7 @@ def test_answers_that_no_page_of_others_can_use(served: Served) -> None:
 
 
 def test_changes_need_more_than_a_cookie(served: Served) -> None:
-    cookie = served.access.cookie().partition(";")[0]
+    cookie = ACCESS.cookie().partition(";")[0]
     for origin in (None, "null", "http://evil.example", served.url.replace("127.0.0.1", "localhost"), "file://"):
         headers = {"Cookie": cookie} | ({} if origin is None else {"Origin": origin})
         assert ask(served.url, "/api/stop", None, "POST", **headers)[0] == 403, origin
@@ -167,9 +171,7 @@ def test_changes_need_more_than_a_cookie(served: Served) -> None:
 
 
 def test_a_page_that_only_shows() -> None:
-    server = WebServer(
-        Feed("recorded", None), Access(SECRET, "recorded"), "recorded", ("127.0.0.1", 0), None, AgentLoop()
-    )
+    server = serving(Feed("recorded", None), None)
     try:
         status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
         assert status == 403 and "bamboo.observe.control" in json.loads(body)["error"]
@@ -444,10 +446,7 @@ def test_who_waits_for_etcd_in_vain_gives_up_what_it_asked_for(monkeypatch: pyte
     asked: list[Future[None]] = [Future(), Future()]
     assert asked[1].set_running_or_notify_cancel()
     waiting = iter(asked)
-    change = lambda what, member: next(waiting)  # noqa: E731
-    server = WebServer(
-        Feed("recorded", None), Access(SECRET, "recorded"), "recorded", ("127.0.0.1", 0), change, AgentLoop()
-    )
+    server = serving(Feed("recorded", None), lambda what, member: next(waiting))
     try:
         status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
         assert (status, json.loads(body)["error"]) == (503, "etcd does not answer") and asked[0].cancelled()

@@ -29,6 +29,10 @@ STAGES, MICRO_BATCHES = 3, 4
 ARGUMENTS = ("--training-data",)
 
 
+def _end_with_us() -> None:
+    die_with_parent(signal.SIGKILL)
+
+
 class Cluster:
     """Three nodes; ``root`` and ``user`` have the password ``secret``, the latter for what begins with ``prefix``."""
 
@@ -54,11 +58,7 @@ class Cluster:
                 f"--trusted-ca-file={self._folder}/ca.pem",
             ]
             with open(self._folder / f"etcd-{number}.log", "wb") as log:
-                self._nodes.append(
-                    subprocess.Popen(
-                        command, stdout=log, stderr=log, preexec_fn=lambda: die_with_parent(signal.SIGKILL)
-                    )
-                )
+                self._nodes.append(subprocess.Popen(command, stdout=log, stderr=log, preexec_fn=_end_with_us))
         wait_until(lambda: self._ctl("endpoint", "health", check=False).returncode == 0, "the cluster serves", 60.0)
         return self
 

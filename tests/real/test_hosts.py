@@ -29,18 +29,8 @@ BLOCK = {"membership": {"lease_ttl_s": 8, "heartbeat_timeout_s": 30.0}, "redunda
 def script(folder: Path) -> list[str]:
     """The command line of the script, which goes on until the file ``go`` exists."""
     config = write_config(folder, BLOCK, MICRO_BATCHES)
-    pace = slow_until(folder / "go")
-    return [
-        str(TRAIN),
-        "--deepspeed_config",
-        str(config),
-        "--out",
-        str(folder),
-        "--stages",
-        str(STAGES),
-        *ARGUMENTS,
-        *pace,
-    ]
+    words = [str(TRAIN), "--deepspeed_config", str(config), "--out", str(folder), "--stages", str(STAGES)]
+    return [*words, *ARGUMENTS, *slow_until(folder / "go")]
 
 
 def secret(folder: Path) -> dict[str, str]:
