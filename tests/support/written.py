@@ -11,19 +11,22 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 class Written:
-    """Events of a job, written with times in seconds since its start."""
+    """Events of a job, written with times in seconds since its start.
 
-    def __init__(self) -> None:
+    Args:
+        members: are there from the beginning.
+    """
+
+    def __init__(self, *members: str) -> None:
         self.events: list[ev.Event] = []
+        if members:
+            self.add(ev.RunStarted, 0, 0, None, members=len(members), command=["train.py"])
+            self.join(4, 1, *members)
+            self.plan(4, 1, members, owners=members)
 
     def add(self, kind: Any, at: float, epoch: int = 1, member: str | None = "a", **fields: Any) -> None:
         time = START + timedelta(seconds=at)
         self.events.append(kind(job="gpt", time=time, epoch=epoch, member=member, **fields))
-
-    def start(self, *members: str) -> None:
-        self.add(ev.RunStarted, 0, 0, None, members=len(members), command=["train.py"])
-        self.join(4, 1, *members)
-        self.plan(4, 1, members, owners=members)
 
     def join(self, at: float, epoch: int, *members: str) -> None:
         for rank, member in enumerate(members):
