@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +24,7 @@ from bamboo_ds.simulate.profiling import Told
 from .support import precisions
 from .support.compare import assert_computed, assert_read
 from .support.faults import in_turn, mark
-from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
+from .support.jobs import Reference, Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 from .support.watching import kill_own_etcd
 
 pytestmark = [
@@ -37,7 +37,6 @@ pytestmark = [
     ),
     pytest.mark.integration,
 ]
-Reference = Callable[..., Result]
 
 
 def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.records import MemberRecord
 
 from .support.etcd import EtcdCluster, EtcdServer
-from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.jobs import Reference, RunningJob, slow_until, write_config
 from .support.watching import assert_exact, registered, wait_lost, wait_steps, wait_whole
 
 pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
-Reference = Callable[..., Result]
 
 #: Undisturbed runs with these are needed by other tests, too.
 ARGUMENTS = ("--evaluate-every", "10")

@@ -2,22 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.control.leader.failures import hopeless
 
-from .support.control import Job, start
+from .support.control import Start, start
 from .support.jobs import write_config
 from .support.records import left
 
 pytestmark = pytest.mark.claim("quickstart.md", "reference/events.md", "reference/settings.md")
 
 __all__ = ["start"]  # the fixture
-
-Start = Callable[..., Job]
 
 
 @pytest.mark.parametrize(

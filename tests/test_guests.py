@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
 from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.client import Store
 
-from .support.control import Job, start
+from .support.control import Job, Start, start
 from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
 from .support.records import left, member, mirror
@@ -31,8 +31,6 @@ pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "refer
 __all__ = ["start"]  # the fixture
 
 pytest_plugins = ["tests.support.fixtures"]
-
-Start = Callable[..., Job]
 
 
 def guest(name: str = "m9-guest") -> MemberRecord:

@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -33,7 +33,7 @@ from bamboo_ds.topology import Candidate, Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
 from .support.compare import assert_computed, assert_read
-from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.jobs import Reference, Result, RunningJob, slow_until, write_config
 from .support.metadata_servers import AwsMetadata, AzureMetadata, Handler
 from .support.records import left, member, mirror
 from .support.settings import deciding
@@ -46,8 +46,6 @@ pytestmark = pytest.mark.claim(
     "reference/events.md",
     "reference/limits.md",
 )
-
-Reference = Callable[..., Result]
 
 
 class Simulated:

@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -30,7 +29,7 @@ from bamboo_ds.secret import JobSecret
 
 from .support.compare import assert_computed
 from .support.etcd import EtcdServer
-from .support.jobs import TRAIN, Result, slow_until, write_config
+from .support.jobs import TRAIN, Reference, slow_until, write_config
 from .support.members import MembersJob
 from .support.recipes import CLUSTER, Unit, by_kind, commands, documents, environment_file, files, text, variables_of
 from .support.watching import PATIENCE_S, assert_exact, registered, wait_steps
@@ -38,7 +37,6 @@ from .test_notice_leave import NoticedAws
 
 pytestmark = pytest.mark.claim("guides/clusters.md")
 
-Reference = Callable[..., Result]
 
 MANIFEST, UNIT, ENVIRONMENT = "kubernetes/gpt.yaml", "systemd/bamboo@.service", "systemd/job.env"
 SCRIPTS = ("slurm/members.sbatch", "slurm/allocation.sbatch")

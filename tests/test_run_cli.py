@@ -15,7 +15,6 @@ import subprocess
 import sys
 import termios
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +37,7 @@ from bamboo_ds.processes import boot_id, started
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan
 
-from .support.control import BAMBOO, Job, start, wait_gone
+from .support.control import BAMBOO, Job, Start, start, wait_gone
 from .support.etcd import EtcdServer
 from .support.patience import Patience
 from .support.records import member, mirror
@@ -54,8 +53,6 @@ pytestmark = pytest.mark.claim(
 )
 
 __all__ = ["start"]  # the fixture
-
-Start = Callable[..., Job]
 
 
 def test_failing_script_ends_the_job_with_its_code(start: Start) -> None:

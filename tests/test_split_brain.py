@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import datetime
 from pathlib import Path
 
@@ -14,16 +13,14 @@ import pytest
 from bamboo_ds.state.checkpoints import list_checkpoints
 
 from .support.compare import assert_computed
-from .support.hosts import HostJob, Hosts, make_hosts
-from .support.jobs import Result, slow_until, write_config
+from .support.hosts import HostJob, MakeHosts, make_hosts
+from .support.jobs import Reference, Result, slow_until, write_config
 from .support.watching import PATIENCE_S, wait_steps
 from .test_consumption import assert_consumed_once
 
 __all__ = ["make_hosts"]  # the fixture
 
 pytestmark = [pytest.mark.claim("guides/elastic.md", "reference/settings.md"), pytest.mark.integration]
-Reference = Callable[..., Result]
-MakeHosts = Callable[[int], Hosts]
 
 TTL_S, FENCE_S = 2.0, 5.0
 SETTINGS = {

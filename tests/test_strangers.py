@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology import Plan
 
 from .support.etcd import EtcdServer, wait_until
-from .support.hosts import HostJob, Hosts, make_hosts
-from .support.jobs import Result, RunningJob, processes_of, slow_until, write_config
+from .support.hosts import HostJob, MakeHosts, make_hosts
+from .support.jobs import Reference, RunningJob, processes_of, slow_until, write_config
 from .support.strangers import NOBODY, Attack, ports
 from .support.watching import assert_exact, registered, wait_lost, wait_whole
 
@@ -35,8 +34,6 @@ pytestmark = [
         os.geteuid() != 0, reason="only root can become another user of this host, to attack from there"
     ),
 ]
-Reference = Callable[..., Result]
-MakeHosts = Callable[[int], Hosts]
 
 #: Of what a stranger wants to have loaded.
 EVIL = "/tmp/of-the-stranger"

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import pytest
 from bamboo_ds.store.supervisor import die_with_parent
 
 from ..support.etcd import wait_until
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, bamboo_command, slow_until, write_config
 from ..support.launching import LaunchedJob
 from ..support.ports import free_port
 from ..support.watching import assert_exact, wait_lost, wait_steps, wait_whole
@@ -23,7 +22,6 @@ from .conftest import TOOLS
 
 pytestmark = pytest.mark.claim("reference/cli.md")
 
-Reference = Callable[..., Result]
 
 STAGES, MICRO_BATCHES = 3, 4
 ARGUMENTS = ("--training-data",)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, Result, bamboo_command, slow_until, write_config
 from ..support.launching import LaunchedJob
 from ..support.ports import free_port
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
@@ -18,7 +17,6 @@ from .machines import Machines
 
 pytestmark = pytest.mark.claim("guides/launchers.md")
 
-Reference = Callable[..., Result]
 
 #: Two pipelines of two stages; each host has the same stage of both, and shadows of the other's.
 STAGES, PIPELINES, MICRO_BATCHES = 2, 2, 4

@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, bamboo_command, slow_until, write_config
 from ..support.launching import LaunchedJob
 from ..support.recipes import CLUSTER
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
 from .machines import Machines
 from .slurm import Slurm
-
-Reference = Callable[..., Result]
 
 pytestmark = [
     pytest.mark.claim("guides/clusters.md", "guides/launchers.md"),

@@ -274,8 +274,11 @@ def wait_gone(job: Job, timeout_s: float) -> float:
     return time.monotonic() - begin
 
 
+Start = Callable[..., Job]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Starts jobs; after the test nothing of them may be left."""
     jobs: list[Job] = []
 

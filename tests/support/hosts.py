@@ -262,8 +262,11 @@ class HostJob(RunningJob):
                 yield psutil.Process(agent.pid)
 
 
+MakeHosts = Callable[[int], Hosts]
+
+
 @pytest.fixture
-def make_hosts() -> Iterator[Callable[[int], Hosts]]:
+def make_hosts() -> Iterator[MakeHosts]:
     """Makes so many hosts, gone after the test; skips it where there can be none."""
     reason = why_not()
     if reason is not None:

@@ -128,6 +128,10 @@ class Result:
         return {int(f.stem.split("-")[1]): [int(x) for x in f.read_text().split()] for f in files}
 
 
+#: The fixture of undisturbed runs.
+Reference = Callable[..., Result]
+
+
 def run_stock(folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> Result:
     """The job without bamboo: ``world`` plain processes, forked from one that has done their imports."""
     command = [sys.executable, str(SUPPORT / "stock.py"), "-n", str(world), "--logs", str(folder), str(script)]
