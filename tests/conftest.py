@@ -19,9 +19,14 @@ import bamboo_ds.store.connection  # noqa: F401 - it decides how gRPC treats for
 from bamboo_ds.observe.logs import LOGGER
 
 from .support.comm_worker import stop_fork_server
+from .support.control import start
+from .support.fixtures import etcd, own_etcd, store
+from .support.hosts import make_hosts
 from .support.jobs import Result
 from .support.leaks import no_leaks
 from .support.references import References
+
+__all__ = ["etcd", "make_hosts", "own_etcd", "start", "store"]  # fixtures
 
 # Examples take longer beside jobs.
 settings.register_profile("suite", deadline=None)

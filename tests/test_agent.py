@@ -18,7 +18,7 @@ from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.mailbox import Mailbox
 
-from .support.control import Job, Start, start
+from .support.control import Job, Start
 from .support.page import ask, gone_back, scraped, seen, served_at, value
 from .support.ports import free_port
 
@@ -32,8 +32,6 @@ pytestmark = pytest.mark.claim(
     "reference/limits.md",
     "reference/settings.md",
 )
-
-__all__ = ["start"]  # the fixture
 
 #: Seconds within which survivors must know of a dead process. Alone it takes some 0.05 s; the machine may be busy.
 #: Where it counts leases last 60 s, so that none of them tells of the loss.

@@ -34,8 +34,6 @@ from .support.records import left, member
 
 pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md", "guides/security.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 TTL_S = 30.0
 DEADLINE_S = 20.0
 ONE = initial_plan(["a"])

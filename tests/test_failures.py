@@ -8,13 +8,11 @@ import pytest
 
 from bamboo_ds.control.leader.failures import hopeless
 
-from .support.control import Start, start
+from .support.control import Start
 from .support.jobs import write_config
 from .support.records import left
 
 pytestmark = pytest.mark.claim("quickstart.md", "reference/events.md", "reference/settings.md")
-
-__all__ = ["start"]  # the fixture
 
 
 @pytest.mark.parametrize(

@@ -20,17 +20,13 @@ from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
 from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.client import Store
 
-from .support.control import Job, Start, start
+from .support.control import Job, Start
 from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
 from .support.records import left, member, mirror
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/cli.md")
-
-__all__ = ["start"]  # the fixture
-
-pytest_plugins = ["tests.support.fixtures"]
 
 
 def guest(name: str = "m9-guest") -> MemberRecord:

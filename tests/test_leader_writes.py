@@ -35,8 +35,6 @@ from .support.settings import agent
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/launchers.md", "guides/security.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 IDS = ("a", "b", "c")
 
 

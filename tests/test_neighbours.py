@@ -21,8 +21,6 @@ from .support.records import left, member
 
 pytestmark = pytest.mark.claim("reference/guarantees.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 PATIENCE_S = 20.0
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from .support.hosts import HostJob, Hosts, MakeHosts, make_hosts
+from .support.hosts import HostJob, Hosts, MakeHosts
 from .support.jobs import Reference, slow_until, write_config
 from .support.watching import PATIENCE_S, assert_exact, wait_entered, wait_lost, wait_steps, wait_whole
-
-__all__ = ["make_hosts"]  # the fixture
 
 pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
 

@@ -23,8 +23,6 @@ from .support.settings import block
 
 pytestmark = pytest.mark.claim("guides/even-shares.md", "reference/cli.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 
 def bamboo_plan(*arguments: str) -> str:
     result = CliRunner().invoke(command, arguments, catch_exceptions=False)

@@ -35,8 +35,6 @@ from .support.settings import agent
 
 pytestmark = pytest.mark.claim("concepts.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 LIVING = ("a", "b")
 DEPARTED = tuple(f"gone-{n:03}" for n in range(KEPT_MEMBERS + 40))
 EPOCH = 50

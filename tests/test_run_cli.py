@@ -37,7 +37,7 @@ from bamboo_ds.processes import boot_id, started
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan
 
-from .support.control import BAMBOO, Job, Start, start, wait_gone
+from .support.control import BAMBOO, Job, Start, wait_gone
 from .support.etcd import EtcdServer
 from .support.patience import Patience
 from .support.records import member, mirror
@@ -51,8 +51,6 @@ pytestmark = pytest.mark.claim(
     "reference/events.md",
     "reference/settings.md",
 )
-
-__all__ = ["start"]  # the fixture
 
 
 def test_failing_script_ends_the_job_with_its_code(start: Start) -> None:

@@ -13,12 +13,10 @@ import pytest
 from bamboo_ds.state.checkpoints import list_checkpoints
 
 from .support.compare import assert_computed
-from .support.hosts import HostJob, MakeHosts, make_hosts
+from .support.hosts import HostJob, MakeHosts
 from .support.jobs import Reference, Result, slow_until, write_config
 from .support.watching import PATIENCE_S, wait_steps
 from .test_consumption import assert_consumed_once
-
-__all__ = ["make_hosts"]  # the fixture
 
 pytestmark = [pytest.mark.claim("guides/elastic.md", "reference/settings.md"), pytest.mark.integration]
 

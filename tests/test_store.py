@@ -35,8 +35,6 @@ pytestmark = [
     pytest.mark.usefixtures("leak_gate"),
 ]
 
-pytest_plugins = ["tests.support.fixtures"]
-
 
 def test_put_get_delete(store: Store) -> None:
     assert store.get("plan") is None

@@ -20,8 +20,6 @@ from tests.support.etcd import (
 
 pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration, pytest.mark.usefixtures("leak_gate")]
 
-pytest_plugins = ["tests.support.fixtures"]
-
 
 def enable_auth(server: EtcdServer) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=(("grpc.enable_http_proxy", 0),)) as channel:

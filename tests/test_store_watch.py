@@ -23,8 +23,6 @@ from tests.support.etcd import (
 
 pytestmark = [pytest.mark.claim("concepts.md", "guides/elastic.md"), pytest.mark.usefixtures("leak_gate")]
 
-pytest_plugins = ["tests.support.fixtures"]
-
 
 def compact(server: EtcdServer, revision: int) -> None:
     with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=(("grpc.enable_http_proxy", 0),)) as channel:

@@ -20,12 +20,10 @@ from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology import Plan
 
 from .support.etcd import EtcdServer, wait_until
-from .support.hosts import HostJob, MakeHosts, make_hosts
+from .support.hosts import HostJob, MakeHosts
 from .support.jobs import Reference, RunningJob, processes_of, slow_until, write_config
 from .support.strangers import NOBODY, Attack, ports
 from .support.watching import assert_exact, registered, wait_lost, wait_whole
-
-__all__ = ["make_hosts"]  # the fixture
 
 pytestmark = [
     pytest.mark.claim("guides/security.md"),

@@ -20,13 +20,11 @@ from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
 from bamboo_ds.job_settings import JobSettings
 
-from .support.control import Job, start
+from .support.control import Job
 from .support.etcd import wait_until
 from .support.jobs import write_config
 
 pytestmark = pytest.mark.claim("reference/settings.md")
-
-__all__ = ["start"]  # the fixture
 
 PTRACE_SEIZE = 0x4206
 WALL = 0x40000000
