@@ -20,7 +20,7 @@ from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.accounted import GoodputReport
 from bamboo_ds.observe.goodput.lives import Category
 
-from .support.written import Written
+from .support.written import Written, write
 
 pytestmark = pytest.mark.claim("reference/goodput.md")
 
@@ -351,14 +351,8 @@ def test_every_second_is_accounted_to_one_category(events: list[ev.Event]) -> No
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def written(tmp_path: Path, job: Written) -> str:
-    path = tmp_path / "events.jsonl"
-    path.write_text("".join(event.to_json() + "\n" for event in job.events))
-    return str(path)
-
-
 def test_the_command(tmp_path: Path) -> None:
-    path = written(tmp_path, lossy())
+    path = str(write(tmp_path / "events.jsonl", lossy().events))
     done = CliRunner().invoke(command, [path], catch_exceptions=False)
     assert "goodput 35.44%" in done.output and "2 members in 22.0 s, 4 steps, 1 losses" in done.output
     assert {category.value for category in Category} <= set(done.output.split())
@@ -370,7 +364,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "goodput.png"
-    arguments = [written(tmp_path, lossy()), "--png", str(picture)]
+    arguments = [str(write(tmp_path / "events.jsonl", lossy().events)), "--png", str(picture)]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(ConfigError, match=r"bamboo_ds\[benchmarks\]"):

@@ -21,9 +21,11 @@ from bamboo_ds.launchers.folders import folder_of, with_logs
 from bamboo_ds.launchers.narration import Narration, banner
 from bamboo_ds.launchers.screen import Screen
 from bamboo_ds.observe import events
-from bamboo_ds.observe.events import Event, EventWriter
+from bamboo_ds.observe.events import Event
 from bamboo_ds.observe.story import Story, printed
 from bamboo_ds.observe.summary import failure_of, summary
+
+from .support.written import write
 
 pytestmark = pytest.mark.claim("guides/logs.md", "reference/events.md")
 
@@ -292,13 +294,6 @@ def test_summary() -> None:
 
 
 # -- files ---------------------------------------------------------------------------------------------
-
-
-def write(path: Path, found: Sequence[Event]) -> Path:
-    with EventWriter(path) as writer:
-        for event in found:
-            writer.emit(event)
-    return path
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

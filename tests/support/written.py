@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 from bamboo_ds.observe import events as ev
+from bamboo_ds.observe.events import EventWriter
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def write(path: Path, events: Iterable[ev.Event]) -> Path:
+    """Append ``events`` to a file."""
+    with EventWriter(path) as writer:
+        for event in events:
+            writer.emit(event)
+    return path
 
 
 class Written:
