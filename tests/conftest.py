@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
@@ -146,8 +147,10 @@ def leak_gate(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[None]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What members of a :class:`~tests.support.comm_worker.Cluster` are forked from."""
+    # Otherwise the folder of its socket is one in /tmp, where it stays when this process or a member is killed.
+    multiprocessing.current_process()._config["tempdir"] = str(tmp_path_factory.mktemp("m"))  # type: ignore[attr-defined]
     yield
     stop_fork_server()
 
