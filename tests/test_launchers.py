@@ -93,7 +93,7 @@ def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float])
         job.events_file = tmp_path / "bamboo-logs" / "launched" / "events.jsonl"
         wait_steps(job, 3)
         # torchrun, as deepspeed, ends all others when it sees the death of a process that it has started.
-        job.tasks()[0].kill()
+        job.children_of(str(Path(sys.executable).with_name("torchrun")))[0].kill()
         wait_steps(job, 5)
         job.strike(job.workers()[1])
         go.touch()

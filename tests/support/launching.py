@@ -109,7 +109,7 @@ class LaunchedJob(RunningJob):
 
     def workers(self) -> dict[int, psutil.Process]:
         """The workers by rank."""
-        return self._by_rank("bamboo_ds.control.agent")
+        return self.children_of("bamboo_ds.control.agent")
 
     def tasks(self) -> dict[int, psutil.Process]:
         """The rank supervisors by rank: what the processes have become that the launcher had started."""
@@ -118,7 +118,8 @@ class LaunchedJob(RunningJob):
     def _agents(self) -> dict[int, psutil.Process]:
         return {rank: parent for rank, each in self.workers().items() if (parent := each.parent()) is not None}
 
-    def _by_rank(self, parent: str) -> dict[int, psutil.Process]:
+    def children_of(self, parent: str) -> dict[int, psutil.Process]:
+        """The job's processes by rank whose parent has that word on its command line."""
         found = {}
         for process in processes_of(str(self.folder)):
             try:
