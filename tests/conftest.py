@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
+import multiprocessing
 import os
 import signal
 import sys
-import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Generator, Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -17,10 +19,15 @@ from hypothesis import settings
 import bamboo_ds.store.connection  # noqa: F401 - it decides how gRPC treats forks, which tests that import gRPC must not
 from bamboo_ds.observe.logs import LOGGER
 
-from .support import times
 from .support.comm_worker import stop_fork_server
+from .support.control import start
+from .support.fixtures import etcd, own_etcd, store
+from .support.hosts import make_hosts
 from .support.jobs import Result
+from .support.leaks import no_leaks
 from .support.references import References
+
+__all__ = ["etcd", "make_hosts", "own_etcd", "start", "store"]  # fixtures
 
 # Examples take longer beside jobs.
 settings.register_profile("suite", deadline=None)
@@ -39,6 +46,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: Fixtures that start processes.
 _STARTERS = {"etcd", "fork_server", "own_etcd", "store", "start", "reference", "make_hosts", "trio"}
+#: Seconds that tests took when ``make test-times`` measured them, for those that took longer than one.
+_DURATIONS = Path(__file__).with_name("durations.json")
 #: Seconds that a test with processes is taken for that nobody has measured.
 _UNKNOWN_S = 5.0
 
@@ -46,7 +55,7 @@ _UNKNOWN_S = 5.0
 @pytest.hookimpl(wrapper=True)  # pytest-xdist asks for the groups in a hook that comes before others
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """What starts processes comes first, then the longest. Tests whose members are forked from one server share it."""
-    known = times.durations()
+    known: dict[str, float] = json.loads(_DURATIONS.read_text())
     groups: dict[str, float] = defaultdict(float)
     for item in items:
         fixtures = getattr(item, "fixturenames", ())
@@ -88,27 +97,28 @@ def _watch(event: str, _: tuple[object, ...]) -> None:
 sys.addaudithook(_watch)
 
 
-_processors = times.processors()
-
-
-def pytest_sessionfinish() -> None:
-    """Note what all that ran meanwhile has left of the processors' time."""
-    if "PYTEST_XDIST_WORKER" not in os.environ:
-        wall, busy, idle = (now - then for now, then in zip(times.processors(), _processors, strict=True))
-        times.note("processors: busy", wall, busy)
-        times.note("processors: idle, as all wait", wall, idle)
-
-
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
-    """Time the test; refuse processes in tests that are not said to start any."""
+    """Refuse processes in tests that are not said to start any."""
     global _may_start
-    begin, _may_start = time.monotonic(), item.get_closest_marker("integration") is not None
+    _may_start = item.get_closest_marker("integration") is not None
     try:
         return (yield)
     finally:
         _may_start = True
-        times.note(times.TEST, time.monotonic() - begin, test=item.nodeid.partition("@")[0])
+
+
+_taken: Counter[str] = Counter()
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    _taken[report.nodeid.partition("@")[0]] += report.duration
+
+
+def pytest_sessionfinish() -> None:
+    if "BAMBOO_TEST_TIMES" in os.environ and "PYTEST_XDIST_WORKER" not in os.environ:
+        long = {test: round(seconds, 1) for test, seconds in sorted(_taken.items()) if seconds >= 1.0}
+        _DURATIONS.write_text(json.dumps(long, indent=0) + "\n")
 
 
 @pytest.fixture(autouse=True)
@@ -127,9 +137,20 @@ def logs(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["BAMBOO_LOGS"] = str(tmp_path_factory.mktemp("logs"))
 
 
+@pytest.fixture
+def leak_gate(request: pytest.FixtureRequest) -> Iterator[None]:
+    """No thread, process or socket of the test is left at its end."""
+    if "etcd" in request.fixturenames:
+        request.getfixturevalue("etcd")  # it stays for other tests
+    with no_leaks():
+        yield
+
+
 @pytest.fixture(scope="session")
-def fork_server() -> Iterator[None]:
+def fork_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     """What members of a :class:`~tests.support.comm_worker.Cluster` are forked from."""
+    # Otherwise the folder of its socket is one in /tmp, where it stays when this process or a member is killed.
+    multiprocessing.current_process()._config["tempdir"] = str(tmp_path_factory.mktemp("m"))  # type: ignore[attr-defined]
     yield
     stop_fork_server()
 

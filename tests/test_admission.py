@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import cast
 
 import pytest
 
 from bamboo_ds.control.agent.membership import Membership, Standing, over_for
 from bamboo_ds.control.leader.restarts import unstarted_plan
-from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StopRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import choose_home, is_over
-from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+from .support.records import left, member, mirror
 
 pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md")
 
@@ -24,43 +22,35 @@ PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
 NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), homes=(0, 1, 0, 1), immediate=False)
 
 
-def member(name: str) -> tuple[str, Record]:
-    record = MemberRecord(
-        id=name, slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="x", joiner=name in "jk"
-    )
-    return Keys.member(name), record
+def there(name: str) -> MemberRecord:
+    return member(name, joiner=name in "jk")
 
 
-def left(name: str, outcome: str = "finished") -> tuple[str, Record]:
-    fields = {"id": name, "slot": 0, "outcome": outcome, "reason": "exit", "detail": "0", "since": 1.0, "boot": "b"}
-    return Keys.left(name), LeftRecord.model_validate(fields)
+def gone(name: str, outcome: str = "finished") -> LeftRecord:
+    return left(name, outcome=outcome)
 
 
-def entered(name: str) -> tuple[str, Record]:
-    return Keys.worker(name), WorkerState(id=name, epoch=2)
-
-
-def mirror(*records: tuple[str, Record]) -> Mirror:
-    return Mirror(Snapshot({key: KeyValue(key, record.to_json(), 1, 1) for key, record in records}, 1))
+def entered(name: str) -> WorkerState:
+    return WorkerState(id=name, epoch=2)
 
 
 @pytest.mark.parametrize("plan", [PLAN, NEXT], ids=["not admitted", "admitted"])
 def test_over_when_all_that_took_part_are_gone(plan: Plan) -> None:
-    there = [entered("a"), entered("b"), member("j"), member("k")]
-    assert not over_for("j", mirror(*there, member("a"), member("b")), plan)
-    assert not over_for("j", mirror(*there, member("a"), left("b")), plan)
-    assert over_for("j", mirror(*there, left("a"), left("b")), plan)
-    assert over_for("j", mirror(*there, left("a", "lost"), left("b")), plan)
+    known = [entered("a"), entered("b"), there("j"), there("k")]
+    assert not over_for("j", mirror(*known, there("a"), there("b")), plan)
+    assert not over_for("j", mirror(*known, there("a"), gone("b")), plan)
+    assert over_for("j", mirror(*known, gone("a"), gone("b")), plan)
+    assert over_for("j", mirror(*known, gone("a", "lost"), gone("b")), plan)
 
 
 def test_not_over_while_there_is_something_to_take_over() -> None:
-    there = [entered("a"), entered("b"), member("j")]
-    assert not over_for("j", mirror(*there, left("a", "lost"), left("b", "lost")), NEXT)
+    known = [entered("a"), entered("b"), there("j")]
+    assert not over_for("j", mirror(*known, gone("a", "lost"), gone("b", "lost")), NEXT)
 
 
 def test_one_that_takes_part_ends_by_itself() -> None:
-    there = [entered("a"), entered("b"), entered("j"), member("j"), left("a"), left("b")]
-    assert not over_for("j", mirror(*there), NEXT)
+    known = [entered("a"), entered("b"), entered("j"), there("j"), gone("a"), gone("b")]
+    assert not over_for("j", mirror(*known), NEXT)
 
 
 def test_newcomers_come_to_the_ends_of_pipelines_first() -> None:
@@ -78,27 +68,22 @@ def test_newcomers_come_to_the_ends_of_pipelines_first() -> None:
 def test_a_job_that_has_lost_all_members_is_not_over() -> None:
     """Members that come then start it again."""
 
-    def over(plan: Plan, *records: tuple[str, Record]) -> bool:
-        entry = KeyValue(Keys.PLAN, plan.to_json(), 1, 1)
-        there = {key: KeyValue(key, record.to_json(), 1, 1) for key, record in records}
-        return is_over(Mirror(Snapshot({**there, Keys.PLAN: entry}, 1)))
+    def over(*records: Record | Plan) -> bool:
+        return is_over(mirror(*records))
 
-    assert over(PLAN, left("a"), left("b"))
-    assert not over(PLAN, left("a"), member("b"))
-    gone = takeover(PLAN, {"a", "b"})
-    assert gone.unheld and not gone.members
-    assert not over(gone, left("a", "lost"))
-    assert not over(unstarted_plan(2, None), member("w"))
-    assert over(gone, (Keys.STOP, StopRecord(code=3, reason="the script failed", by="a")))
+    assert over(PLAN, gone("a"), gone("b"))
+    assert not over(PLAN, gone("a"), there("b"))
+    fatal = takeover(PLAN, {"a", "b"})
+    assert fatal.unheld and not fatal.members
+    assert not over(fatal, gone("a", "lost"))
+    assert not over(unstarted_plan(2, None), there("w"))
+    assert over(fatal, StopRecord(code=3, reason="the script failed", by="a"))
 
 
 @pytest.mark.parametrize("plan", [PLAN, takeover(PLAN, {"a", "b"})], ids=["before", "after"])
 def test_a_job_of_which_some_member_has_finished_is_over_when_the_others_are_gone(plan: Plan) -> None:
     """Also where one vanishes before it has said how it ended: at the end of the last step all had done it."""
-    there = {Keys.PLAN: KeyValue(Keys.PLAN, plan.to_json(), 1, 1)}
-    for key, record in (left("a"), entered("a"), entered("b"), member("j")):
-        there[key] = KeyValue(key, record.to_json(), 1, 1)
-    found = Mirror(Snapshot(there, 1))
+    found = mirror(plan, gone("a"), entered("a"), entered("b"), there("j"))
     assert is_over(found) and over_for("j", found, plan)
 
 
@@ -110,7 +95,7 @@ def test_where_a_member_stands() -> None:
         return found.standing
 
     def begin(name: str, **fields: object) -> Membership:
-        found = Membership(cast(MemberRecord, member(name)[1]).model_copy(update=fields), after_epoch=1)
+        found = Membership(there(name).model_copy(update=fields), after_epoch=1)
         assert found.standing is Standing.LOOKING and found.takes_part == (name == "a" and not fields)
         found.note_found()
         return found

@@ -9,7 +9,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from bamboo_ds.chaos.faults import Fault, FaultKind, FaultRecord, Target
-from bamboo_ds.chaos.injections import Impossible, Injection, Notify, Obey, Order, ProcessKill, Raise, Stop
+from bamboo_ds.chaos.injections import Impossible, Notify, Obey, Order, ProcessKill, Raise, Stop
 from bamboo_ds.chaos.joiners import JoinCommand
 from bamboo_ds.chaos.processes import agent_of, dead, feeders_of, here, listener, stopped, worker_of
 from bamboo_ds.chaos.runner import Conduct, JobParts, Runner
@@ -28,27 +28,13 @@ from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import takeover
 
 from .support.chaos import OBEDIENT, at, members, record, settled
-from .support.leaks import no_leaks
+from .support.etcd import wait_until
 
-pytestmark = [pytest.mark.claim("guides/chaos.md"), pytest.mark.integration]
-
-
-@pytest.fixture(autouse=True)
-def leaks() -> Iterator[None]:
-    with no_leaks():
-        yield
+pytestmark = [pytest.mark.claim("guides/chaos.md"), pytest.mark.integration, pytest.mark.usefixtures("leak_gate")]
 
 
 def fault(kind: FaultKind, seconds: float | None = None, target: str = "", at_s: float = 0.0, n: int = 0) -> Fault:
     return Fault(n, at_s, kind, Target.parse(target) if target else None, seconds)
-
-
-def finish(injection: Injection, timeout_s: float = 10.0) -> None:
-    """Look at it until it is over."""
-    deadline = time.monotonic() + timeout_s
-    while not injection.done(JobSituation()):
-        assert time.monotonic() < deadline
-        time.sleep(0.005)
 
 
 def gone(pid: int, timeout_s: float = 0.0) -> bool:
@@ -93,7 +79,7 @@ def test_stop_ends_after_its_seconds() -> None:
         injection.begin()
         assert injection.confirmed and still(one.pid) == [True] and not injection.done(JobSituation())
         injection.due = injection.began + 0.2
-        finish(injection)
+        wait_until(lambda: injection.done(JobSituation()), "it is over")
         assert injection.seconds is not None and injection.seconds >= 0.2
         assert still(one.pid) == [False] and not gone(one.pid)
         frozen = Stop(fault(FaultKind.FREEZE, 60.0), [one])
@@ -108,7 +94,7 @@ def test_stopped_worker_that_is_killed_is_accounted_for() -> None:
         injection = Stop(fault(FaultKind.STOP, 60.0), [one])
         injection.begin()
         os.kill(one.pid, signal.SIGKILL)
-        finish(injection)
+        wait_until(lambda: injection.done(JobSituation()), "it is over")
         assert injection.detail == "1 of 1 were killed while they were stopped"
 
 
@@ -118,13 +104,13 @@ def test_worker_obeys() -> None:
         held.begin()
         with pytest.raises(Impossible):  # it cannot answer anybody else meanwhile
             Order(worker_of(one), fault(FaultKind.HOLD_GIL, 0.0), timeout_s=0.1)
-        finish(held)
+        wait_until(lambda: held.done(JobSituation()), "it is over")
         assert held.confirmed and held.seconds is not None and held.seconds >= 2.0
         assert not gone(one.pid)
         raised, left = Raise(fault(FaultKind.EXCEPTION), [two]), Obey(fault(FaultKind.EXIT), [three])
         raised.begin()
         left.begin()
-        finish(raised)
+        wait_until(lambda: raised.done(JobSituation()), "it is over")
         assert raised.confirmed and left.confirmed
         assert gone(two.agent_pid, 5.0)
         assert EXIT_CODE == 13 and gone(two.pid) and gone(three.pid)

@@ -28,7 +28,7 @@ from bamboo_ds.observe.event_base import Consumed
 from bamboo_ds.topology import Layout, Role
 
 from .support.faults import in_turn
-from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.jobs import Reference, Result, RunningJob, slow_until, write_config
 from .support.samples import iterator
 from .test_elastic import assert_same, fault
 
@@ -36,7 +36,6 @@ pytestmark = pytest.mark.claim(
     "concepts.md", "guides/observing.md", "reference/goodput.md", "reference/guarantees.md", "reference/settings.md"
 )
 
-Reference = Callable[..., Result]
 TOLD: dict[str, Any] = {"job": "j", "member": "m0", "epoch": 2}
 STARTED = ev.RunStarted(job="j", epoch=0, members=2, command=["x"])
 RECOVERY: dict[str, Any] = {

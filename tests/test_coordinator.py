@@ -21,7 +21,7 @@ from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.messages import Contact
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord, WorkerState
+from bamboo_ds.control.registry.records import MemberRecord, StopRecord, WorkerState
 from bamboo_ds.errors import LaunchError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.client import Lease, Store
@@ -30,10 +30,9 @@ from bamboo_ds.topology import Plan
 from bamboo_ds.topology.planner import initial_plan
 
 from .support.etcd import EtcdServer, new_namespace, wait_until
+from .support.records import left, member
 
 pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md", "guides/security.md")
-
-pytest_plugins = ["tests.support.fixtures"]
 
 TTL_S = 30.0
 DEADLINE_S = 20.0
@@ -53,7 +52,7 @@ class LeaderDouble:
 
 
 def record(name: str = "m9", **how: Any) -> MemberRecord:
-    return MemberRecord(id=name, slot=9, host="h", address="x", pid=1, agent_pid=2, incarnation="x", **how)
+    return member(name, 9, **how)
 
 
 class Member:
@@ -194,9 +193,7 @@ def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner
     joiner.sees(5)
     assert joiner.standing is Standing.FENCED
     lease = joiner.lease
-    joiner.coordinator.leave(
-        LeftRecord(id="m9", slot=9, outcome="evicted", reason="exit", detail="", since=1.0, boot="b")
-    )
+    joiner.coordinator.leave(left("m9", 9, "evicted"))
     assert joiner.told.get(timeout=DEADLINE_S) == "ended" and joiner.told.empty() and joiner.stops.empty()
     assert joiner.store.get(Keys.left("m9")) is not None
     with pytest.raises(LeaseExpired):
@@ -292,13 +289,12 @@ def test_one_that_takes_no_part_ends_with_the_job_and_does_not_lead_it_on(
     store: Store, plan: Plan, how: dict[str, Any]
 ) -> None:
     """The others have finished before it could join them; what its leader would plan now is a restart."""
-    finished = LeftRecord(id="a", slot=0, outcome="finished", reason="exit", detail="0", since=1.0, boot="b")
     store.put(Keys.PLAN, plan.to_json())
     store.put(Keys.worker("a"), WorkerState(id="a", epoch=1).to_json())
     with Member(store, **how) as member:
         member.leader.steps.get(timeout=DEADLINE_S)
         assert member.stops.empty()
-        store.put(Keys.left("a"), finished.to_json())
+        store.put(Keys.left("a"), left("a", outcome="finished").to_json())
         stop = member.stops.get(timeout=DEADLINE_S)
     assert (stop.code, stop.reason) == (0, "the job has finished")
     assert not member.leader.departed

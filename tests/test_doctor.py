@@ -24,8 +24,6 @@ from .support.ports import free_port
 
 pytestmark = pytest.mark.claim("reference/cli.md")
 
-pytest_plugins = ["tests.support.fixtures"]
-
 HERE = Patient(EMBEDDED, None, None)
 
 

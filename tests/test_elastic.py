@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +22,9 @@ from bamboo_ds.observe.spans import Kind, read_timelines
 from bamboo_ds.simulate.profiling import Told
 
 from .support import precisions
-from .support.compare import differences
+from .support.compare import assert_computed, assert_read
 from .support.faults import in_turn, mark
-from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
+from .support.jobs import Reference, Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 from .support.watching import kill_own_etcd
 
 pytestmark = [
@@ -37,7 +37,6 @@ pytestmark = [
     ),
     pytest.mark.integration,
 ]
-Reference = Callable[..., Result]
 
 
 def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:
@@ -56,18 +55,8 @@ def assert_same(
     survivors = [*result.ranks().values(), *result.joined()]
     assert len(result.joined()) == joined, tail
     assert len(survivors) == len(reference.ranks()) - len(faults) + joined, tail
-    for dump in survivors:
-        begin = len(plain["losses"]) - len(dump["losses"])  # a worker that joined may have begun at a checkpoint
-        assert dump["losses"] == plain["losses"][begin:]
-    roles = reference.roles()
-    assert differences(roles, result.roles()) == []
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
-    read = result.samples()
-    for rank, indices in reference.samples().items():
-        mine = read.get(rank, [])
-        lost = rank in {f["rank"] for f in faults}
-        assert mine == (indices[: len(mine)] if lost else indices), f"rank {rank} read other samples"
+    assert_computed(result, reference)
+    assert_read(result, reference, {f["rank"] for f in faults})
     # The steps of the event file: each once, none missing but those whose emitter was lost just then.
     steps = [event["step"] for event in result.events("step")]
     assert sorted([*steps, *untold]) == list(range(1, len(plain["losses"]) + 1))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -14,11 +13,10 @@ from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.records import MemberRecord
 
 from .support.etcd import EtcdCluster, EtcdServer
-from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.jobs import Reference, RunningJob, slow_until, write_config
 from .support.watching import assert_exact, registered, wait_lost, wait_steps, wait_whole
 
 pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
-Reference = Callable[..., Result]
 
 #: Undisturbed runs with these are needed by other tests, too.
 ARGUMENTS = ("--evaluate-every", "10")
@@ -44,13 +42,6 @@ def owner_of(job: RunningJob, urls: str, rank: int) -> MemberRecord:
     """The member that owns a rank's role."""
     owner = job.plan()["owners"][rank]
     return next(member for member in registered(urls, job.name) if member.id == owner)
-
-
-def kill_owner(job: RunningJob, urls: str, rank: int) -> str:
-    """SIGKILL to the worker that owns a rank's role; returns its member."""
-    member = owner_of(job, urls, rank)
-    os.kill(member.pid, signal.SIGKILL)
-    return member.id
 
 
 def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
@@ -103,13 +94,13 @@ def test_a_cluster_loses_its_leader(tmp_path: Path, reference: Reference) -> Non
         with start(tmp_path, urls) as job:
             wait_steps(job, 1)
             wait_whole(job, 4)
-            lost = [kill_owner(job, urls, 1)]
+            first = owner_of(job, urls, 1)
+            os.kill(first.pid, signal.SIGKILL)
             wait_lost(job, 1)
             wait_whole(job, 3)
             victim = owner_of(job, urls, 3)
             leader.kill()
             os.kill(victim.pid, signal.SIGKILL)
-            lost.append(victim.id)
             wait_lost(job, 2)
             assert cluster.leader() is not leader
             wait_whole(job, 2)
@@ -118,5 +109,5 @@ def test_a_cluster_loses_its_leader(tmp_path: Path, reference: Reference) -> Non
             result = job.finish()
     assert result.exit_code == 0, result.output[-6000:]
     assert_exact(result, reference(4, 1, 6, *ARGUMENTS, *result.length))
-    assert [event["member_id"] for event in result.events("member_lost")] == lost
+    assert [event["member_id"] for event in result.events("member_lost")] == [first.id, victim.id]
     assert len(result.ranks()) == 2

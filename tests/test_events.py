@@ -217,24 +217,18 @@ def test_every_event_is_documented_with_every_field() -> None:
 def test_log_lines_carry_member_role_and_epoch(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    logger = logging.getLogger(logs.LOGGER)
-    before = (logger.handlers[:], logger.level, logger.propagate)
-    logger.handlers.clear()
+    logging.getLogger(logs.LOGGER).handlers.clear()
     monkeypatch.setattr(logs, "_context", logs.LogContext())
-    try:
-        monkeypatch.setenv(logs.LEVEL_VARIABLE, "info")
-        assert logs.configure() is logs.configure() and len(logger.handlers) == 1
-        logs.set_context(member="m2", role="(0,2)", epoch=5)
-        logs.set_context(epoch=6)
-        logging.getLogger(f"{logs.LOGGER}.store").info("hello")
-        logging.getLogger(logs.LOGGER).debug("silence")
-        logging.getLogger(logs.LOGGER).warning("about another", extra={"member": "m3"})
-        first, second = capsys.readouterr().err.splitlines()
-        assert first.endswith("I bamboo [m2 (0,2) e6] bamboo_ds.store: hello")
-        assert "[m3 (0,2) e6]" in second
-        monkeypatch.setenv(logs.LEVEL_VARIABLE, "loud")
-        with pytest.raises(ConfigError, match="BAMBOO_LOG_LEVEL"):
-            logs.configure()
-    finally:
-        logger.handlers[:], logger.propagate = before[0], before[2]
-        logger.setLevel(before[1])
+    monkeypatch.setenv(logs.LEVEL_VARIABLE, "info")
+    assert logs.configure() is logs.configure() and len(logging.getLogger(logs.LOGGER).handlers) == 1
+    logs.set_context(member="m2", role="(0,2)", epoch=5)
+    logs.set_context(epoch=6)
+    logging.getLogger(f"{logs.LOGGER}.store").info("hello")
+    logging.getLogger(logs.LOGGER).debug("silence")
+    logging.getLogger(logs.LOGGER).warning("about another", extra={"member": "m3"})
+    first, second = capsys.readouterr().err.splitlines()
+    assert first.endswith("I bamboo [m2 (0,2) e6] bamboo_ds.store: hello")
+    assert "[m3 (0,2) e6]" in second
+    monkeypatch.setenv(logs.LEVEL_VARIABLE, "loud")
+    with pytest.raises(ConfigError, match="BAMBOO_LOG_LEVEL"):
+        logs.configure()

@@ -2,27 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.control.leader.failures import hopeless
-from bamboo_ds.control.registry.records import LeftRecord
 
-from .support.control import Job, start
+from .support.control import Start
 from .support.jobs import write_config
+from .support.records import left
 
 pytestmark = pytest.mark.claim("quickstart.md", "reference/events.md", "reference/settings.md")
-
-__all__ = ["start"]  # the fixture
-
-Start = Callable[..., Job]
-
-
-def left(name: str, error: str | None, step: int | None, outcome: str = "lost") -> LeftRecord:
-    fields = {"id": name, "slot": 0, "outcome": outcome, "reason": "exit", "detail": "1", "since": 1.0, "boot": "b"}
-    return LeftRecord.model_validate({**fields, "code": 1, "error": error, "step": step})
 
 
 @pytest.mark.parametrize(
@@ -39,21 +29,12 @@ def left(name: str, error: str | None, step: int | None, outcome: str = "lost") 
     ],
 )
 def test_what_comes_back_is_given_up(failures: list[tuple[str | None, int | None]], given_up: bool) -> None:
-    records = [left(f"m{n}", error, step) for n, (error, step) in enumerate(failures)]
+    records = [left(f"m{n}", code=1, error=error, step=step) for n, (error, step) in enumerate(failures)]
     assert (hopeless(records) is not None) is given_up
 
 
 def config(folder: Path) -> tuple[str, str]:
     return "--config", str(write_config(folder, {"recovery": {"on_exception": "takeover"}}))
-
-
-def test_takeover_of_a_worker_that_failed(start: Start, tmp_path: Path) -> None:
-    job = start(4, *config(tmp_path)).run()
-    job.tell(1, "exit 13")
-    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
-    job.finish(1)
-    (lost,) = job.events("member_lost")
-    assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
 
 
 def test_workers_that_have_said_how_they_end_and_do_not(start: Start, tmp_path: Path) -> None:
@@ -82,6 +63,8 @@ def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> 
 def test_when_all_fail_the_job_ends_with_the_code_of_the_first(start: Start, tmp_path: Path) -> None:
     job = start(2, *config(tmp_path)).run()
     job.tell(1, "exit 13")
-    job.wait_epoch(3, 1)
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
     job.tell(0, "raise")
     assert job.exit_code() == 13

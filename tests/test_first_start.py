@@ -13,7 +13,7 @@ from bamboo_ds.cli import main
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.registry import vacancies
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.records import JobRecord, MemberRecord, RestartRecord, StopRecord
+from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRecord
 from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.errors import ConfigError, JobOver, LaunchError, StoreUnavailable
 from bamboo_ds.job_settings import JobSettings
@@ -22,6 +22,7 @@ from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.store.records import Snapshot
 from bamboo_ds.topology.planner import initial_plan
 
+from .support.records import member
 from .support.settings import block
 from .support.simulated_etcd import Etcd, SimStore
 
@@ -30,7 +31,6 @@ pytestmark = pytest.mark.claim("guides/clusters.md", "reference/cli.md")
 #: Nobody has reported an engine yet.
 BUILDING = replace(initial_plan(["m0-a", "m1-b"]), epoch=1, generation=0, origin="x")
 FIRST = RestartRecord(generation=0, after_epoch=0, ranks={0: (0,), 1: (1,)})
-MEMBER = MemberRecord(id="m0-a", slot=0, host="h", address="x", pid=1, agent_pid=2, incarnation="a")
 SPEC = JobRecord(job="gpt", world_size=2, settings=JobSettings(values=block(max_restarts=9))).to_json()
 UNRESTARTED = JobRecord(job="gpt", world_size=2, settings=JobSettings(values=block(max_restarts=0))).to_json()
 
@@ -81,7 +81,7 @@ def test_who_comes_when_all_that_built_the_engines_have_vanished_leads_the_job(
 
 def test_while_one_that_builds_is_there_members_wait_for_it(etcd: Etcd, prepare: Prepare) -> None:
     keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
-    etcd.put(Keys.member(MEMBER.id), MEMBER.to_json(), None, "")
+    etcd.put(Keys.member("m0-a"), member("m0-a").to_json(), None, "")
     with pytest.raises(LaunchError, match="has not built its engines within 0 s"):
         prepare(wait_s=0.1)
 

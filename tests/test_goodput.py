@@ -20,7 +20,7 @@ from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.accounted import GoodputReport
 from bamboo_ds.observe.goodput.lives import Category
 
-from .support.written import Written
+from .support.written import Written, write
 
 pytestmark = pytest.mark.claim("reference/goodput.md")
 
@@ -46,8 +46,7 @@ def assert_complete(report: GoodputReport) -> None:
 
 def lossy() -> Written:
     """Steps of 2 s from 10 s on. At 17.5 s, in the fourth one, ``b`` dies, and ``a`` takes over from it."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 3, at=10)
     job.lose(18, "b")
     job.plan(18, 2, ["a"], owners=["a", "a"], lost=["b"])
@@ -76,8 +75,7 @@ def test_a_loss() -> None:
 
 def test_a_loss_that_is_noticed_late_is_waiting_for_it() -> None:
     """The interrupted step cannot have computed for longer than an ordinary one."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 3, at=10)
     job.lose(30, "b", detection=None)
     job.plan(30, 2, ["a"], owners=["a", "a"], lost=["b"])
@@ -91,8 +89,7 @@ def test_a_loss_that_is_noticed_late_is_waiting_for_it() -> None:
 @pytest.mark.parametrize("after_step", [False, True])
 def test_a_member_that_pauses_before_the_leader_is_sure_waits_once(after_step: bool) -> None:
     """``b`` falls silent at 17.5 s. ``a`` misses it from 18 s on, the leader takes it for lost at 20 s."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 3, at=10)
     job.lose(20, "b", detection=2.5)
     job.plan(20, 2, ["a"], owners=["a", "a"], lost=["b"])
@@ -108,8 +105,7 @@ def test_a_member_that_pauses_before_the_leader_is_sure_waits_once(after_step: b
 
 
 def test_a_step_that_lasts_no_longer_than_others_has_redone_nothing() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 3, at=10)
     job.lose(17, "b")
     job.plan(17, 2, ["a"], owners=["a", "a"], lost=["b"])
@@ -120,8 +116,7 @@ def test_a_step_that_lasts_no_longer_than_others_has_redone_nothing() -> None:
 
 
 def test_a_redo_without_a_step_to_compare_with_is_all_redone() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.lose(12, "b")
     job.plan(12, 2, ["a"], owners=["a", "a"], lost=["b"])
     job.recover(16, 2, "a", step=1, pause=1, redo=3)
@@ -132,8 +127,7 @@ def test_a_redo_without_a_step_to_compare_with_is_all_redone() -> None:
 
 
 def test_a_member_joins_as_a_standby_and_shadows_later() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 2, at=10)
     job.join(13, 2, "c")
     job.plan(13, 2, "abc", owners="ab", shadows="ba")
@@ -164,8 +158,7 @@ def test_a_member_joins_as_a_standby_and_shadows_later() -> None:
 
 def restarted(checkpoint: str | None) -> Written:
     """Saved after step 2, at 14 s; both holders of a stage die at 17.5 s; it starts again at 25 s, ``c`` takes part."""
-    job = Written()
-    job.start("a", "b", "c")
+    job = Written("a", "b", "c")
     job.steps(1, 2, at=10)
     job.step(17, 3)
     job.add(ev.CheckpointSaved, 17, step=2, path="/c/2", seconds=2.5, bytes=1)
@@ -212,8 +205,7 @@ def test_a_restart_that_did_not_get_on(checkpoint: str | None, wasted: int, step
 
 
 def test_a_script_that_loads_a_checkpoint_repeats_steps() -> None:
-    job = Written()
-    job.start("a")
+    job = Written("a")
     for number, global_step in enumerate((1, 2, 3, 2, 3), 1):
         job.step(10 + 2 * number, number, global_step=global_step)
     job.finish(20)
@@ -224,8 +216,7 @@ def test_a_script_that_loads_a_checkpoint_repeats_steps() -> None:
 
 def test_steps_that_are_told_twice_or_not_at_all() -> None:
     """Their emitters were lost just then."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.step(12, 1)
     job.step(12.5, 1)
     job.step(20, 4)
@@ -236,8 +227,7 @@ def test_steps_that_are_told_twice_or_not_at_all() -> None:
 
 
 def test_members_that_are_awaited() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.step(12, 1)
     job.add(ev.MembersAwaited, 20, 1, members=["b"], seconds=6.0)
     job.finish(20)
@@ -248,8 +238,7 @@ def test_members_that_are_awaited() -> None:
 
 
 def test_a_member_leaves() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.step(12, 1)
     job.plan(12, 2, ["a"], owners=["a", "a"])
     job.reconfigure(13, 2, 1, "a")
@@ -264,8 +253,7 @@ def test_a_member_leaves() -> None:
 
 def test_a_member_that_only_stood_in_for_another_ends_with_its_last_step() -> None:
     """No event tells of its end."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.plan(11, 2, ["a"], owners=["a", "a"])
     job.step(12, 1)
     job.reconfigure(13, 2, 1, "a")
@@ -287,8 +275,7 @@ def test_without_a_launcher_and_without_an_end() -> None:
 
 def test_jobs_one_after_the_other() -> None:
     job = lossy()
-    later = Written()
-    later.start("x")
+    later = Written("x")
     later.steps(1, 2, at=10)
     later.finish(14)
     moved = [event.model_copy(update={"time": event.time + timedelta(seconds=100)}) for event in later.events]
@@ -364,14 +351,8 @@ def test_every_second_is_accounted_to_one_category(events: list[ev.Event]) -> No
 # -- the command ------------------------------------------------------------------------------------------
 
 
-def written(tmp_path: Path, job: Written) -> str:
-    path = tmp_path / "events.jsonl"
-    path.write_text("".join(event.to_json() + "\n" for event in job.events))
-    return str(path)
-
-
 def test_the_command(tmp_path: Path) -> None:
-    path = written(tmp_path, lossy())
+    path = str(write(tmp_path / "events.jsonl", lossy().events))
     done = CliRunner().invoke(command, [path], catch_exceptions=False)
     assert "goodput 35.44%" in done.output and "2 members in 22.0 s, 4 steps, 1 losses" in done.output
     assert {category.value for category in Category} <= set(done.output.split())
@@ -383,7 +364,7 @@ def test_the_command(tmp_path: Path) -> None:
 
 def test_a_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     picture = tmp_path / "goodput.png"
-    arguments = [written(tmp_path, lossy()), "--png", str(picture)]
+    arguments = [str(write(tmp_path / "events.jsonl", lossy().events)), "--png", str(picture)]
     with monkeypatch.context() as without:
         without.setitem(sys.modules, "matplotlib", None)
         with pytest.raises(ConfigError, match=r"bamboo_ds\[benchmarks\]"):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -14,46 +14,27 @@ import pytest
 from bamboo_ds.cli.main import _stop_members
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys, namespace
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, StopRecord
 from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
 from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.client import Store
-from bamboo_ds.store.records import KeyValue, Snapshot
 
-from .support.control import Job, start
+from .support.control import Job, Start
 from .support.etcd import EtcdServer, Recorder
 from .support.jobs import SUPPORT, RunningJob, write_config
+from .support.records import left, member, mirror
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/cli.md")
 
-__all__ = ["start"]  # the fixture
-
-pytest_plugins = ["tests.support.fixtures"]
-
-Start = Callable[..., Job]
-
 
 def guest(name: str = "m9-guest") -> MemberRecord:
-    return MemberRecord(
-        id=name, slot=9, host="elsewhere", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", joiner=True
-    )
+    return member(name, 9, host="elsewhere", joiner=True)
 
 
-def left(outcome: str, name: str = "m9-guest") -> LeftRecord:
-    fields = {"id": name, "slot": 9, "outcome": outcome, "reason": "exit", "detail": "0", "since": 1.0, "boot": "b"}
-    return LeftRecord.model_validate(fields)
-
-
-def mirror(*records: MemberRecord | LeftRecord | StopRecord) -> Mirror:
-    found = {}
-    for record in records:
-        kind = {MemberRecord: Keys.member, LeftRecord: Keys.left}.get(type(record))
-        key = kind(record.id) if kind and not isinstance(record, StopRecord) else Keys.STOP
-        found[key] = KeyValue(key, record.to_json(), 1, 1)
-    return Mirror(Snapshot(found, 1))
+def gone(outcome: str, name: str = "m9-guest") -> LeftRecord:
+    return left(name, 9, outcome)
 
 
 def test_a_guest_that_etcd_has_forgotten_may_come_back() -> None:
@@ -63,13 +44,13 @@ def test_a_guest_that_etcd_has_forgotten_may_come_back() -> None:
     assert members.look(mirror(guest()), 203.0) == {"m9-guest"}
     assert members.look(mirror(), 205.0) == {"m9-guest"}
     assert members.look(mirror(), 209.0) == set()
-    assert members.look(mirror(left("lost")), 210.0) == set()
+    assert members.look(mirror(gone("lost")), 210.0) == set()
 
 
 def test_exit_code_is_that_of_the_job() -> None:
-    assert exit_code(mirror(left("lost"), left("finished", "m8"))) == 0
-    assert exit_code(mirror(left("lost"))) == 86
-    assert exit_code(mirror(left("stopped"), StopRecord(code=143, reason="", by=""))) == 143
+    assert exit_code(mirror(gone("lost"), gone("finished", "m8"))) == 0
+    assert exit_code(mirror(gone("lost"))) == 86
+    assert exit_code(mirror(gone("stopped"), StopRecord(code=143, reason="", by=""))) == 143
 
 
 def test_forged_records_hold_no_request_to_stop_up(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,7 +91,7 @@ def test_launcher_stays_with_its_etcd(start: Start, outcome: str) -> None:
             job.kill(job.worker(rank))
         job.wait_quietly(lambda: "m9-guest have joined and go on" in job.output())
         assert store.get(Keys.member("m9-guest")) is not None
-        store.put(Keys.left("m9-guest"), left(outcome).to_json())
+        store.put(Keys.left("m9-guest"), gone(outcome).to_json())
         store.delete(Keys.member("m9-guest"))
     assert job.exit_code() == {"finished": 0, "lost": 86}[outcome]
 
@@ -132,7 +113,7 @@ def test_interrupt_ends_guests_too(start: Start, alone: bool) -> None:
         assert not departed, "guests would take it for a loss"
         if not alone:
             seen.wait_for("put", Keys.left(job.member(0)), 20.0)
-        store.put(Keys.left("m9-guest"), left("stopped").to_json())
+        store.put(Keys.left("m9-guest"), gone("stopped").to_json())
         store.delete(Keys.member("m9-guest"))  # nobody is left: the job ends, and its etcd
     assert job.exit_code() == 143
 

@@ -23,7 +23,7 @@ from bamboo_ds.errors import ConfigError
 from bamboo_ds.job_settings import JobSettings, paths_by_name, value_at
 from bamboo_ds.worker.job import Job
 
-from .support.jobs import bamboo_command, environment, write_config
+from .support.jobs import TemporaryFolder, bamboo_command, environment, write_config
 from .support.processes import start
 from .support.settings import agent
 
@@ -168,7 +168,9 @@ def test_the_block_of_a_dict_holds_for_the_leader(
     script, log = tmp_path / "train.py", tmp_path / "log.txt"
     script.write_text(SCRIPT)
     command = [sys.executable, bamboo_command(), "run", "-n", "2", *options, str(script), config]
+    temporary = TemporaryFolder(tmp_path)
     with open(log, "wb") as file:
-        ended = start(command, environment(), file.fileno()).wait(120)
+        ended = start(command, environment() | temporary.variables, file.fileno()).wait(120)
+    temporary.close()
     assert ended == code, log.read_text()[-4000:]
     assert all(word in log.read_text() for word in words), log.read_text()[-4000:]

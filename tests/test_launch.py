@@ -142,7 +142,6 @@ def begin(tmp_path: Path) -> Iterator[Begin]:
 def test_exit_counts_like_sys_exit(begin: Begin) -> None:
     """Peers are waited for only after a clean end."""
     expected = {
-        "exit(1)": (1, "started\n"),
         "quit(3)": (3, "started\n"),
         "exit('a reason')": (1, "started\n"),
         "exit()": (0, "started\nall have met\n"),

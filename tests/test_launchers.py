@@ -10,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 
+import psutil
 import pytest
 
 from bamboo_ds import secret
@@ -19,6 +20,7 @@ from bamboo_ds.secret import NONE, JobSecret
 
 from .support.jobs import SUPPORT, bamboo_command, free_port, run_stock, write_config
 from .support.launching import SCRIPT, LaunchedJob, losses
+from .support.watching import wait_steps
 
 pytestmark = pytest.mark.claim("guides/launchers.md", "guides/security.md", "reference/events.md")
 
@@ -60,16 +62,19 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
     if "module" in launcher:
         script[0] = script[0].removesuffix(".py")
     go = tmp_path / "go"
-    command, told = [*LAUNCHERS[launcher](), *script, "--slow-until", str(go)], {"BAMBOO_CHECK_EXACT": "2"}
-    with LaunchedJob(tmp_path, command, told) as job:
-        job.wait_for_step(3)
-        before = job.launched()
-        assert set(before) == set(range(RANKS))
-        job.workers()[1].kill()
-        job.wait_for_step(8)
-        assert job.launched() == before, "the launcher has ended something"
+    told = {"BAMBOO_CHECK_EXACT": "2", "BAMBOO_EVENTS": str(tmp_path / "events.jsonl")}
+    command = [*LAUNCHERS[launcher](), *script, "--slow-until", str(go)]
+    with LaunchedJob(tmp_path, command, script, "launched", variables=told) as job:
+        wait_steps(job, 3)
+        tasks = job.tasks()
+        assert set(tasks) == set(range(RANKS))
+        job.strike(job.workers()[1])
+        wait_steps(job, 5)
+        assert all(task.status() != psutil.STATUS_ZOMBIE for task in tasks.values()), "the launcher has ended something"
         go.touch()
-        assert job.exit_code() == 0, job.output()[-6000:]
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert not job.files_left
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]
     assert re.search(
         r"worker m1 on host \S+ died \(SIGKILL\); stage 1 taken over by m0; 1 of 2 is left\n", job.output()
@@ -84,15 +89,17 @@ def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float])
     script = prepare(tmp_path, bamboo=True)
     go, told = tmp_path / "go", ["--job", "launched", "--check-exact", "2"]
     command = [bamboo_command(), "launch", *told, "--", *LAUNCHERS["torchrun"](), *script, "--slow-until", str(go)]
-    with LaunchedJob(tmp_path, command, {"BAMBOO_EVENTS": "", "BAMBOO_LOGS": ""}) as job:
+    with LaunchedJob(tmp_path, command, script, "launched", variables={"BAMBOO_EVENTS": "", "BAMBOO_LOGS": ""}) as job:
         job.events_file = tmp_path / "bamboo-logs" / "launched" / "events.jsonl"
-        job.wait_for_step(3)
+        wait_steps(job, 3)
         # torchrun, as deepspeed, ends all others when it sees the death of a process that it has started.
-        job.launched()[0].kill()
-        job.wait_for_step(8)
-        job.workers()[1].kill()
+        job.children_of(str(Path(sys.executable).with_name("torchrun")))[0].kill()
+        wait_steps(job, 5)
+        job.strike(job.workers()[1])
         go.touch()
-        assert job.exit_code() == 0, job.output()[-6000:]
+        result = job.finish()
+    assert result.exit_code == 0, result.output[-6000:]
+    assert not job.files_left
     assert "torchrun has ended with" in job.output()
     assert job.output().count("[bamboo] exit code 0 after") == 1
     assert [(e["reason"], e["detail"]) for e in job.events("member_lost")] == [("signal", "SIGKILL")]

@@ -13,7 +13,6 @@ from bamboo_ds.control.leader.actions import Complete, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
@@ -21,7 +20,6 @@ from bamboo_ds.control.registry.records import (
     LeftRecord,
     MemberRecord,
     ProgressRecord,
-    Record,
     RestartRecord,
     SuspicionRecord,
     WorkerState,
@@ -29,12 +27,12 @@ from bamboo_ds.control.registry.records import (
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.live import LiveJob
-from bamboo_ds.processes import boot_id
-from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
+from bamboo_ds.store.records import KeyValue, WatchEvent
 from bamboo_ds.topology import Layout, Plan, StageMemory, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
-from .support.settings import block, deciding
+from .support import records
+from .support.settings import block, decided, deciding
 
 pytestmark = pytest.mark.claim(
     "guides/elastic.md", "guides/even-shares.md", "guides/scripts.md", "reference/cli.md", "reference/settings.md"
@@ -48,9 +46,7 @@ SECOND = with_redundancy(FIRST, Layout(1, 4), True)
 
 
 def member(name: str) -> MemberRecord:
-    return MemberRecord(
-        id=name, slot=IDS.index(name), host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x"
-    )
+    return records.member(name, IDS.index(name))
 
 
 def members(*names: str) -> dict[str, MemberRecord]:
@@ -58,8 +54,8 @@ def members(*names: str) -> dict[str, MemberRecord]:
 
 
 def left(name: str, outcome: str = "lost", **fields: Any) -> LeftRecord:
-    values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, "boot": boot_id()}
-    return LeftRecord.model_validate({"id": name, "slot": IDS.index(name), "outcome": outcome, **values, **fields})
+    values = {"reason": "signal", "detail": "SIGKILL", "code": 137, "since": 99.9, **fields}
+    return records.left(name, IDS.index(name), outcome, **values)
 
 
 def suspicion(by: str, accused: str, epoch: int = 2) -> SuspicionRecord:
@@ -86,23 +82,14 @@ def test_start_waits_for_all_slots() -> None:
 
 
 def test_first_plan_is_in_slot_order() -> None:
-    action = decider().decide(View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
     assert action.plan == FIRST
-
-
-def test_loss_before_the_first_plan_stops() -> None:
-    view = View(world_size=4, members=members("a", "b", "c"), left={"d": left("d")})
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, StopJob)
-    assert action.code == EXIT_FATAL_LOSS
 
 
 def test_layout_waits_for_every_report() -> None:
     reports = {name: report(name) for name in IDS}
     view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert action.plan == SECOND
     del reports["c"]
     assert decider().decide(view, 0.0) == Wait()
@@ -115,8 +102,7 @@ def test_what_stages_take_is_told_with_the_layout() -> None:
     """And replicas are given up that members may not hold; not before all have told."""
     reports = {n: report(n).model_copy(update={"stage": STAGE, "memory": 25 if n == "a" else 21}) for n in IDS}
     view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     plan = action.plan
     assert plan.memory == (STAGE,) * 4 and plan.unshadowed == (0, 2, 3) and plan.shadows[1] == "a"
     reports["b"] = report("b").model_copy(update={"memory": 21})
@@ -134,12 +120,10 @@ def test_copies_wait_for_room() -> None:
     plan = replace(SECOND, shadows=(None, "d", "a", "c"), memory=(StageMemory(10, 10, 8),) * 4)
     workers = {n: WorkerState(id=n, epoch=2, replicas=r) for n, r in zip(IDS, ((2,), (), (3,), (1,)), strict=True)}
     view = View(world_size=4, plan=plan, members=records, reports=reports, workers=workers)
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert action.plan.learners == ((0, "c"), (2, "b"), (3, "a")) and action.plan.shadows == (None, "d", None, None)
     workers["d"] = workers["d"].model_copy(update={"passes": {0: 3, 3: 6}})
-    action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, decider(), view, 0.0)
     assert [stage.passes for stage in action.plan.memory] == [3, 0, 0, 6]
     assert action.plan.shadows == (None, "d", "a", None) and "no replica of (0,0)" in action.reason
 
@@ -148,8 +132,7 @@ def test_different_layouts_stop() -> None:
     for wrong in (report("d", Layout(2, 2)), report("d", redundant=False)):
         reports = {name: report(name) for name in IDS} | {"d": wrong}
         view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
-        action = decider().decide(view, 0.0)
-        assert isinstance(action, StopJob)
+        action = decided(StopJob, decider(), view, 0.0)
         assert action.code == EXIT_CONFIG
         assert "a has 1 pipelines of 4 stages with redundancy, d has" in action.reason
 
@@ -175,8 +158,7 @@ def test_what_workers_go_by_completes_an_open_record() -> None:
 
 def test_layout_of_another_size_stops() -> None:
     reports = {"a": report("a", Layout(1, 3))}
-    action = decider().decide(View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports), 0.0)
     assert "needs 3 members, but the job was started with 4" in action.reason
 
 
@@ -190,26 +172,22 @@ def test_loss_waits_for_companions() -> None:
     assert one.decide(lost_b, 100.0) == Wait(100.0 + SETTLE_S)
     lost_both = replace(lost_b, members=members("a", "c"), left={"b": left("b"), "d": left("d")})
     assert one.decide(lost_both, 100.01) == Wait(100.0 + SETTLE_S), "the first one's time counts"
-    action = one.decide(lost_both, 100.0 + SETTLE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, lost_both, 100.0 + SETTLE_S)
     assert action.plan == takeover(SECOND, ["b", "d"])
     assert [loss.member for loss in action.losses] == ["b", "d"]
     assert abs((action.losses[0].detection_s or 0) - 0.1) < 1e-9
     assert action.losses[0].noticed == 100.0
 
 
-def test_detection_on_another_host_is_unknown() -> None:
-    view = replace(all_well(), members=members("a", "c", "d"), left={"b": left("b", boot="elsewhere")})
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
-    assert action.losses[0].detection_s is None
-
-
-def test_lease_that_ran_out() -> None:
-    view = replace(all_well(), members=members("a", "c", "d"))
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
-    assert (action.losses[0].reason, action.losses[0].detection_s) == ("lease", None)
+@pytest.mark.parametrize(
+    ("gone", "reason"),
+    [({"b": left("b", boot="elsewhere")}, "signal"), ({}, "lease")],
+    ids=["on another host", "its lease ran out"],
+)
+def test_when_a_member_was_lost_may_be_unknown(gone: dict[str, LeftRecord], reason: str) -> None:
+    view = replace(all_well(), members=members("a", "c", "d"), left=gone)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
+    assert (action.losses[0].reason, action.losses[0].detection_s) == (reason, None)
 
 
 def test_absence_after_an_outage_is_not_trusted() -> None:
@@ -218,15 +196,13 @@ def test_absence_after_an_outage_is_not_trusted() -> None:
     assert one.decide(view, 100.0) == Wait(105.0)
     returned = replace(view, members=members(*IDS))
     assert one.decide(returned, 101.0) == Wait()
-    action = one.decide(replace(view, members=members("a", "b", "c")), 105.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, replace(view, members=members("a", "b", "c")), 105.0)
     assert action.plan.lost == ("d",)
 
 
 def test_death_in_an_outage_is_trusted() -> None:
     view = replace(all_well(), members=members("a", "c"), left={"b": left("b")}, trusted_from=105.0)
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.plan.lost == ("b",), "d has time to return"
 
 
@@ -237,24 +213,22 @@ def test_finishing_is_no_loss() -> None:
 
 def test_who_has_finished_takes_nothing_over() -> None:
     view = replace(all_well(), members=members("c", "d"), left={"a": left("a", "finished"), "b": left("b")})
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.plan == takeover(SECOND, ["a", "b"])
     assert [loss.member for loss in action.losses] == ["b"]
 
 
-def test_loss_before_the_layout_stops() -> None:
-    view = View(world_size=4, plan=FIRST, members=members("a", "b", "c"), left={"d": left("d")})
-    action = deciding(0.0, PATIENCE_S).decide(view, 100.0)
-    assert isinstance(action, StopJob)
+@pytest.mark.parametrize("plan", [None, FIRST], ids=["no plan", "no layout"])
+def test_loss_before_the_layout_stops(plan: Plan | None) -> None:
+    view = View(world_size=4, plan=plan, members=members("a", "b", "c"), left={"d": left("d")})
+    action = decided(StopJob, deciding(0.0, PATIENCE_S), view, 100.0)
     assert action.code == EXIT_FATAL_LOSS
-    assert [loss.member for loss in action.losses] == ["d"]
+    assert [loss.member for loss in action.losses] == (["d"] if plan else [])
 
 
 def test_application_error_stops_instead_of_a_takeover() -> None:
     view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "failed", reason="exit", code=3)})
-    action = decider().decide(view, 100.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), view, 100.0)
     assert action.code == 3
 
 
@@ -277,8 +251,7 @@ def test_fatal_plan_ends_planning() -> None:
 
 def test_fatal_loss_that_only_a_worker_knows_of_stops() -> None:
     view = replace(all_well(), members=members("a", "b", "c"), left={"d": left("d", "fatal", code=86)})
-    action = decider().decide(view, 100.0)
-    assert isinstance(action, StopJob)
+    action = decided(StopJob, decider(), view, 100.0)
     assert action.code == 86
 
 
@@ -293,8 +266,7 @@ def test_two_accusers_convict_after_a_moment() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b"), suspicion("c", "b")])
     assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
-    action = one.decide(view, 100.0 + SETTLE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + SETTLE_S)
     assert action.plan == takeover(SECOND, ["b"])
     assert (action.losses[0].reason, action.losses[0].detail) == ("suspects", "a, c")
 
@@ -320,8 +292,7 @@ def test_single_accuser_needs_a_silent_agent() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b")])
     assert one.decide(view, 100.0) == Wait(100.0 + PATIENCE_S)
-    action = one.decide(view, 100.0 + PATIENCE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan.lost == ("b",)
 
 
@@ -329,8 +300,7 @@ def test_vouched_member_stays_and_connections_are_made_anew() -> None:
     one = decider()
     view = replace(all_well(), suspicions=[suspicion("a", "b")], healthy={"b": 2})
     one.decide(view, 100.0)
-    action = one.decide(view, 100.0 + PATIENCE_S)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan == replace(SECOND, epoch=3)
     assert not action.losses
 
@@ -341,8 +311,7 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
     again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
     assert isinstance(again, WritePlan) and again.plan == replace(SECOND, epoch=3)
     view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], healthy={"a": 3})
-    action = one.decide(view, 101.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, view, 101.0)
     assert action.plan == takeover(again.plan, ["c"])
     assert (action.losses[0].member, action.losses[0].reason, action.losses[0].detail) == ("c", "suspects", "a")
     # Another pair is another matter, and so is the same one later.
@@ -360,11 +329,9 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
     plan = takeover(SECOND, ["a"])
     one = deciding(0.0, 0.0)
     view = replace(all_well(), plan=plan, members=members("b", "c", "d"))
-    first = one.decide(replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
-    assert isinstance(first, WritePlan)
+    first = decided(WritePlan, one, replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
     again = replace(view, plan=first.plan, suspicions=[suspicion("c", "d", 4)], healthy={"d": 4})
-    action = one.decide(again, 101.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, one, again, 101.0)
     assert action.plan.lost == ("c",) and not action.plan.unheld
     assert takeover(first.plan, ["d"]).unheld
 
@@ -386,16 +353,14 @@ def test_known_loss_comes_before_accusations() -> None:
         left={"b": left("b")},
         suspicions=[suspicion("a", "c"), suspicion("d", "c")],
     )
-    action = deciding(0.0, 0.0).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
 
 
 def test_mutual_accusations_convict_one_at_a_time() -> None:
     accusations = [("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("c", "a")]
     view = replace(all_well(), suspicions=[suspicion(*pair) for pair in accusations])
-    action = deciding(0.0, 0.0).decide(view, 100.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
 
 
@@ -413,12 +378,9 @@ def test_any_order_of_losses_ends_with_a_plan_of_the_living(
     pipelines: int, stages: int, faults: list[tuple[float, int, str]]
 ) -> None:
     ids = [f"m{slot}" for slot in range(pipelines * stages)]
-    records = {
-        name: MemberRecord(id=name, slot=slot, host="h", address="x", pid=1, agent_pid=2, incarnation="x")
-        for slot, name in enumerate(ids)
-    }
+    everybody = {name: records.member(name, slot) for slot, name in enumerate(ids)}
     plan: Plan = with_redundancy(initial_plan(ids), Layout(pipelines, stages), True)
-    living, gone, one, now = dict(records), dict[str, LeftRecord](), decider(), 100.0
+    living, gone, one, now = dict(everybody), dict[str, LeftRecord](), decider(), 100.0
 
     def settle(until: float) -> None:
         nonlocal plan
@@ -456,32 +418,23 @@ def test_any_order_of_losses_ends_with_a_plan_of_the_living(
 # -- the mirror and what status makes of it -----------------------------------------------------------
 
 
-def entry(key: str, record: Record | str, revision: int = 1) -> KeyValue:
-    return KeyValue(key, record if isinstance(record, str) else record.to_json(), revision, revision)
-
-
 def test_status_of_a_job_that_lost_a_member() -> None:
     plan = takeover(SECOND, ["b"])
-    entries = [entry(Keys.member(n), member(n)) for n in "acd"]
-    entries += [entry(Keys.PLAN, plan.to_json(), 7), entry(Keys.LEADER, LeaderRecord(id="c"))]
-    entries += [entry(Keys.left("b"), left("b"))]
-    entries += [entry(Keys.progress("a"), ProgressRecord(id="a", step=5, checkpoint="/x"))]
-    entries += [entry(Keys.progress("c"), ProgressRecord(id="c", step=6))]
-    mirror = Mirror(Snapshot({e.key: e for e in entries}, 9))
-    assert mirror.plan == plan
-    assert mirror.revision(Keys.PLAN) == 7
-    status = LiveJob("j").view(overview(mirror))
+    progress = ProgressRecord(id="a", step=5, checkpoint="/x"), ProgressRecord(id="c", step=6)
+    found = records.mirror(plan, *map(member, "acd"), LeaderRecord(id="c"), left("b"), *progress)
+    assert found.plan == plan
+    status = LiveJob("j").view(overview(found))
     assert (status.epoch, status.step, status.checkpoint_path) == (3, 6, "/x")
     by_id = {m.id: m for m in status.members}
     assert by_id["a"].roles == ((0, 0), (0, 1))
     assert by_id["d"].shadows == ((0, 0),)
     assert by_id["c"].leader
     assert by_id["b"].state == "lost (signal SIGKILL)"
-    mirror.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))
+    found.apply(WatchEvent("delete", Keys.LEADER, KeyValue(Keys.LEADER, "", 10, 0)))
     newer = replace(SECOND, epoch=plan.epoch + 1)
-    mirror.apply(WatchEvent("put", Keys.PLAN, entry(Keys.PLAN, newer.to_json(), 11)))
-    assert mirror.leader is None
-    assert mirror.plan == newer
+    found.apply(WatchEvent("put", Keys.PLAN, KeyValue(Keys.PLAN, newer.to_json(), 11, 1)))
+    assert found.leader is None
+    assert found.plan == newer
 
 
 def test_an_heir_may_be_chosen_by_what_is_known_of_the_lost_member(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,14 +18,11 @@ from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
     LeaderRecord,
-    LeftRecord,
-    MemberRecord,
     StopRecord,
     WorkerState,
 )
 from bamboo_ds.errors import StoreUnavailable
 from bamboo_ds.observe.events import EventWriter
-from bamboo_ds.processes import boot_id
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.client import Lease, Store
 from bamboo_ds.store.records import WatchEvent
@@ -33,11 +30,10 @@ from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.variables import ENV_LAUNCH
 
 from .support.etcd import EtcdServer, new_namespace
+from .support.records import left, member
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/launchers.md", "guides/security.md")
-
-pytest_plugins = ["tests.support.fixtures"]
 
 IDS = ("a", "b", "c")
 
@@ -93,10 +89,7 @@ class Stage:
         self.file = folder / "events.jsonl"
         self.lease = store.lease(60)
         for slot, name in enumerate(IDS):
-            record = MemberRecord(
-                id=name, slot=slot, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=slot
-            )
-            store.put(Keys.member(name), record.to_json(), self.lease)
+            store.put(Keys.member(name), member(name, slot, home=slot).to_json(), self.lease)
             store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
         store.put(Keys.LEADER, LeaderRecord(id="a").to_json(), self.lease)
         self._events = EventWriter(str(self.file))
@@ -115,11 +108,10 @@ class Stage:
         except StoreUnavailable:
             return
 
-    def lose(self, member: str, **how: Any) -> None:
-        fields = {"outcome": "lost", "reason": "signal", "detail": "SIGKILL", "since": 1.0, "boot": boot_id(), **how}
-        departure = LeftRecord.model_validate({"id": member, "slot": 1, **fields})
-        self.store.put(Keys.left(member), departure.to_json())
-        self.store.delete(Keys.member(member))
+    def lose(self, name: str, **how: Any) -> None:
+        fields = {"reason": "signal", "detail": "SIGKILL", **how}
+        self.store.put(Keys.left(name), left(name, 1, **fields).to_json())
+        self.store.delete(Keys.member(name))
 
     def events(self, kind: str) -> list[Any]:
         found = [json.loads(line) for line in self.file.read_text().splitlines()]

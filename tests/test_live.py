@@ -95,18 +95,6 @@ def test_a_recorded_job() -> None:
     assert LiveView.model_validate_json(view.model_dump_json()) == view
 
 
-def test_each_survivor_of_a_loss() -> None:
-    job = LiveJob("recorded")
-    for event in recorded():
-        job.add(event)
-    detail = job.loss(1)
-    assert detail is not None and detail.loss == job.view().losses[0]
-    pauses = [each.pause_seconds for each in detail.survivors]
-    assert sorted(each.name for each in detail.survivors) == ["m0", "m1", "m2"]
-    assert pauses == sorted(pauses, reverse=True) and pauses[0] == detail.loss.pause_seconds
-    assert job.loss(2) is None
-
-
 def test_the_state_of_the_job() -> None:
     """After each event of the recorded job."""
     job, states = LiveJob("recorded"), []
@@ -119,8 +107,7 @@ def test_the_state_of_the_job() -> None:
 
 
 def test_a_fatal_loss_and_a_restart() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.plan(5, 2, ["a", "b"], ["a", "b"], ["b", "a"], pipelines=1)
     job.steps(1, 2, 5, epoch=2)
     job.lose(10, "a")
@@ -245,8 +232,7 @@ def test_memory_is_bounded() -> None:
 
 def late() -> list[Event]:
     """A member is built for long before it is in a plan; another is lost, and a survivor tells so after the step."""
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, 7, at=10)
     job.join(12, 2, "c")
     job.lose(25, "b")
@@ -280,8 +266,7 @@ def test_the_running_account_is_the_account(unsettled: int, monkeypatch: pytest.
 @pytest.mark.parametrize("kept", [90, 37])
 def test_steps_that_a_restart_repeats_are_taken_back(kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("bamboo_ds.observe.goodput.accountant._UNSETTLED", 8)
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.steps(1, kept, 5)
     job.add(ev.CheckpointSaved, 5 + 2 * kept, step=kept, path="/c", seconds=0.0, bytes=1)
     job.steps(kept + 1, 100, 5 + 2 * kept)

@@ -91,6 +91,8 @@ def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     assert str(tmp_path / "checkpoints" / "step2") in result.output
     (event,) = result.events("fatal")
     assert event["stages"] == [[0, 0], [0, 1]] or event["stages"] == [[0, 1]]
+    assert event["checkpoint"] == str(tmp_path / "checkpoints" / "step2")
+    assert {member[:2] for member in event["members"]} in ({"m0"}, {"m0", "m1"})
 
 
 BUILDING = """

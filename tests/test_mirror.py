@@ -9,16 +9,17 @@ import pytest
 from bamboo_ds.control.leader.pruning import obsolete
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.observe.logs import LOGGER
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
+from .support.records import member
+
 pytestmark = pytest.mark.claim("guides/elastic.md")
 
-GOOD = MemberRecord(id="a", slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x")
+GOOD = member("a")
 KINDS = (Keys.LEFT, Keys.REPORTS, Keys.WORKERS, Keys.SUSPECTS, Keys.HEALTH, Keys.PROGRESS, Keys.NOTICES)
 
 

@@ -21,8 +21,7 @@ def folded(events: list[ev.Event], bounded: bool = True) -> JobModel:
 
 def shrinking() -> Written:
     """``c`` is lost, and while ``a`` and ``b`` recover ``b`` is lost, too."""
-    job = Written()
-    job.start("a", "b", "c")
+    job = Written("a", "b", "c")
     job.plan(5, 2, "abc", "abc", "bca", pipelines=1)
     job.steps(1, 2, 5, epoch=2)
     job.lose(10, "c")
@@ -65,8 +64,7 @@ def test_the_phases_of_losses() -> None:
 
 
 def test_a_plan_has_the_longest_pause_of_those_that_enter_it() -> None:
-    job = Written()
-    job.start("a", "b")
+    job = Written("a", "b")
     job.plan(5, 2, "ab", "ab", "ba", pipelines=1)
     for at, pause, member in ((6, 0.1, "a"), (6.1, 0.3, "b")):
         job.reconfigure(at, 2, pause, member)

@@ -17,30 +17,20 @@ from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberR
 from bamboo_ds.processes import process_space, started
 from bamboo_ds.store.client import Store
 
-pytestmark = pytest.mark.claim("reference/guarantees.md")
+from .support.records import left, member
 
-pytest_plugins = ["tests.support.fixtures"]
+pytestmark = pytest.mark.claim("reference/guarantees.md")
 
 PATIENCE_S = 20.0
 
 
-def member(pid: int, name: str = "m5-x", space: str | None = None, began: int | None = None) -> MemberRecord:
-    return MemberRecord(
-        id=name,
-        slot=int(name[1]),
-        host="here",
-        address="127.0.0.1",
-        pid=1,
-        agent_pid=pid,
-        agent_started=began if began is not None else started(pid),
-        process_space=process_space() if space is None else space,
-        incarnation="x",
-        joiner=True,
-    )
+def agent(pid: int, name: str = "m5-x", space: str | None = None, began: int | None = None) -> MemberRecord:
+    began, space = started(pid) if began is None else began, process_space() if space is None else space
+    return member(name, int(name[1]), agent_pid=pid, agent_started=began, process_space=space, joiner=True)
 
 
 def me() -> MemberRecord:
-    return member(1, "m9-me")
+    return agent(1, "m9-me")
 
 
 @contextmanager
@@ -72,7 +62,7 @@ def next_death(neighbours: Neighbours) -> MemberRecord:
 @pytest.mark.integration
 def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
-        records = [member(one.pid), member(other.pid, "m6-x"), me()]
+        records = [agent(one.pid), agent(other.pid, "m6-x"), me()]
         neighbours.follow(records)
         one.kill()
         assert next_death(neighbours) == records[0]
@@ -86,8 +76,8 @@ def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours) -> None:
 @pytest.mark.integration
 def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
-        neighbours.follow([member(one.pid), member(other.pid, "m6-x"), me()])
-        neighbours.follow([member(other.pid, "m6-x"), me()])
+        neighbours.follow([agent(one.pid), agent(other.pid, "m6-x"), me()])
+        neighbours.follow([agent(other.pid, "m6-x"), me()])
         one.kill()
         one.wait()
         other.kill()
@@ -98,26 +88,26 @@ def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours) -> None:
 def test_dead_before_it_was_watched(neighbours: Neighbours) -> None:
     """Or its process id means another process by now."""
     with process() as one:
-        gone = member(one.pid)
+        gone = agent(one.pid)
     with process() as one:
-        neighbours.follow([gone, member(one.pid, "m6-x", began=1), me()])
+        neighbours.follow([gone, agent(one.pid, "m6-x", began=1), me()])
     assert neighbours.dead.keys() == {"m5-x", "m6-x"} and not neighbours.pidfds
 
 
 @pytest.mark.integration
 def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
     with process() as one:
-        far = member(one.pid, space="another kernel")
-    neighbours.follow([far, member(1, "m7-x", began=0).model_copy(update={"joiner": False}), me()])
+        far = agent(one.pid, space="another kernel")
+    neighbours.follow([far, agent(1, "m7-x", began=0).model_copy(update={"joiner": False}), me()])
     assert not neighbours.dead and not neighbours.pidfds
 
 
 def test_everybody_who_has_joined_is_watched() -> None:
     """Whoever dies together: among those that are left somebody watches each that has joined."""
-    everybody = [member(n, f"m{n}-x").model_copy(update={"joiner": n > 2}) for n in range(8)]
-    everybody.append(member(8, "m8-far", space="another kernel"))
-    for left in ({0, 1, 2, 3, 4, 5, 6, 7}, {0, 3}, {6, 7}, {3, 4, 5, 6}):
-        records = [r for r in everybody if r.slot in left or r.slot == 8]
+    everybody = [agent(n, f"m{n}-x").model_copy(update={"joiner": n > 2}) for n in range(8)]
+    everybody.append(agent(8, "m8-far", space="another kernel"))
+    for living in ({0, 1, 2, 3, 4, 5, 6, 7}, {0, 3}, {6, 7}, {3, 4, 5, 6}):
+        records = [r for r in everybody if r.slot in living or r.slot == 8]
         watches = {r.id: watched_by(r.id, records, r.process_space) for r in records}
         assert all(len(watched) <= 2 and me not in watched for me, watched in watches.items())
         watched = {member for them in watches.values() for member in them}
@@ -125,7 +115,7 @@ def test_everybody_who_has_joined_is_watched() -> None:
 
 
 def test_report_makes_the_loss_known(store: Store) -> None:
-    record = member(1)
+    record = agent(1)
     for key in (Keys.member(record.id), Keys.LEADER):
         store.put(key, (record if key != Keys.LEADER else LeaderRecord(id=record.id)).to_json())
     report_dead_agent(store, record, 12.5, "agent died")
@@ -138,12 +128,10 @@ def test_report_makes_the_loss_known(store: Store) -> None:
 
 
 def test_report_says_nothing_of_one_that_has_said_good_bye(store: Store) -> None:
-    record = member(1)
+    record = agent(1)
     report_dead_agent(store, record, 12.5, "agent died")
     assert store.get(Keys.left(record.id)) is None
-    good_bye = LeftRecord(
-        id=record.id, slot=5, outcome="finished", reason="exit", detail="0", since=1.0, boot="b"
-    ).to_json()
+    good_bye = left(record.id, 5, "finished").to_json()
     store.put(Keys.left(record.id), good_bye)
     store.put(Keys.member(record.id), record.to_json())  # its lease is about to be revoked
     report_dead_agent(store, record, 12.5, "agent died")

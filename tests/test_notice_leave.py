@@ -6,7 +6,7 @@ import json
 import os
 import signal
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
@@ -20,8 +20,6 @@ from hypothesis import strategies as st
 from bamboo_ds.control.leader.actions import StartDataWorker, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
-from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
     LayoutRecord,
@@ -31,14 +29,13 @@ from bamboo_ds.control.registry.records import (
     WorkerState,
 )
 from bamboo_ds.errors import EXIT_LEFT
-from bamboo_ds.processes import boot_id
-from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Candidate, Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
-from .support.compare import differences
-from .support.jobs import Result, RunningJob, slow_until, write_config
+from .support.compare import assert_computed, assert_read
+from .support.jobs import Reference, Result, RunningJob, slow_until, write_config
 from .support.metadata_servers import AwsMetadata, AzureMetadata, Handler
+from .support.records import left, member, mirror
 from .support.settings import deciding
 
 pytestmark = pytest.mark.claim(
@@ -49,8 +46,6 @@ pytestmark = pytest.mark.claim(
     "reference/events.md",
     "reference/limits.md",
 )
-
-Reference = Callable[..., Result]
 
 
 class Simulated:
@@ -79,9 +74,7 @@ class Simulated:
 
     @staticmethod
     def record(slot: int, host: str, home: int, **more: Any) -> MemberRecord:
-        return MemberRecord(
-            id=f"m{slot}", slot=slot, host=host, address="h", pid=1, agent_pid=2, incarnation="x", home=home, **more
-        )
+        return member(f"m{slot}", slot, host=host, home=home, **more)
 
     def join(self, slot: int, home: int, feeder: bool = False) -> None:
         """A member has registered and built its engine."""
@@ -94,13 +87,13 @@ class Simulated:
 
     def enter(self) -> None:
         """All workers enter the plan; the copies that it asks for are made, if anything is copied at all."""
-        for member in self.plan.members:
-            copies = [rank for rank, learner in self.plan.learners if learner == member] if self.copying else []
-            self.workers[member] = WorkerState(id=member, epoch=self.plan.epoch, replicas=tuple(copies))
-            self.waiting.discard(member)
-        for member in set(self.members) - set(self.plan.members) - self.waiting:
-            del self.members[member]
-            self.left[member] = left_record(member)
+        for name in self.plan.members:
+            copies = [rank for rank, learner in self.plan.learners if learner == name] if self.copying else []
+            self.workers[name] = WorkerState(id=name, epoch=self.plan.epoch, replicas=tuple(copies))
+            self.waiting.discard(name)
+        for name in set(self.members) - set(self.plan.members) - self.waiting:
+            del self.members[name]
+            self.left[name] = left_record(name)
 
     @property
     def view(self) -> View:
@@ -153,11 +146,8 @@ class Simulated:
                 assert owner in held, "nobody may own what it does not hold"
 
 
-def left_record(member: str, outcome: str = "left") -> LeftRecord:
-    return LeftRecord.model_validate(
-        {"id": member, "slot": int(member[1:]), "outcome": outcome, "reason": "exit", "detail": "x"}
-        | {"since": 99.0, "boot": boot_id()}
-    )
+def left_record(name: str, outcome: str = "left") -> LeftRecord:
+    return left(name, int(name[1:]), outcome, detail="x", since=99.0)
 
 
 def hosts(count: int) -> list[str]:
@@ -423,10 +413,8 @@ def test_who_does_not_know_when_is_never_short_of_time() -> None:
 def test_status_tells_who_leaves_and_who_has_left() -> None:
     job = Simulated(hosts(3))
     job.notice(1)
-    entries = {Keys.member(m): record.to_json() for m, record in job.members.items()}
-    entries |= {Keys.PLAN: job.plan.to_json(), Keys.left("m7"): left_record("m7").to_json()}
-    mirror = Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in entries.items()}, 1))
-    states = {member.id: member.state for member in overview(mirror).members}
+    found = overview(mirror(job.plan, *job.members.values(), left_record("m7")))
+    states = {each.id: each.state for each in found.members}
     assert states == {"m0": "running", "m1": "leaving", "m2": "running", "m7": "left (x)"}
 
 
@@ -489,14 +477,10 @@ def assert_left(result: Result, reference: Result, left: set[int], joined: int =
     plain, ranks = reference.ranks()[0], result.ranks()
     assert set(ranks) == set(reference.ranks()) - left, tail
     assert len(result.joined()) == joined, tail
+    assert_computed(result, reference)
+    assert_read(result, reference, left)
     for dump in [*ranks.values(), *result.joined()]:
-        assert dump["losses"] == plain["losses"]
-    roles, replicas = reference.roles(), result.replicas()
-    assert differences(roles, result.roles()) == []
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
-    for rank, indices in reference.samples().items():
-        mine = result.samples().get(rank, [])
-        assert mine == (indices[: len(mine)] if rank in left else indices), f"rank {rank} read other samples"
+        assert dump["losses"] == plain["losses"], "it has not begun with the first step"
     # In the file those of two agents that tell of steps one after the other may be in another order.
     assert sorted(event["step"] for event in result.events("step")) == list(range(1, len(plain["losses"]) + 1))
     for kind in ("recovered", "member_lost", "replica_mismatch", "fatal", "checkpoint_failed"):

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import queue
-import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,18 +24,11 @@ from bamboo_ds.control.settings import settings_told
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.job_settings import JobSettings
 
-from .support.leaks import no_leaks
 from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
 from .support.notices import POLL_S, Log, Watching, recorded_log
 from .support.settings import agent
 
-pytestmark = pytest.mark.claim("guides/notices.md", "reference/settings.md")
-
-
-@pytest.fixture(autouse=True)
-def gate() -> Iterator[None]:
-    with no_leaks():
-        yield
+pytestmark = [pytest.mark.claim("guides/notices.md", "reference/settings.md"), pytest.mark.usefixtures("leak_gate")]
 
 
 @pytest.fixture
@@ -229,23 +220,6 @@ def test_wrong_uses_are_refused() -> None:
     with pytest.raises(RuntimeError, match="before"):
         watcher.start()
     assert watcher.stop()
-
-
-@pytest.mark.integration
-def test_aiohttp_is_loaded_only_by_a_watcher_with_sources() -> None:
-    code = (
-        "import sys\n"
-        "from bamboo_ds.config import NoticesConfig\n"
-        "from bamboo_ds.control.loop import AgentLoop\n"
-        "from bamboo_ds.control.notices import NoticeWatcher, build_sources\n"
-        "config = NoticesConfig(sources=['aws', 'gcp', 'azure', 'file', 'http'], file='/f', url='http://h/')\n"
-        "assert len(build_sources(config, {})) == 5\n"
-        "watcher = NoticeWatcher([], print, AgentLoop())\n"
-        "watcher.start()\n"
-        "watcher.stop()\n"
-        "assert 'aiohttp' not in sys.modules and 'torch' not in sys.modules\n"
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
 # -- settings -------------------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
-import aiohttp
 import pytest
 
 from bamboo_ds.control.notices import Notice
@@ -17,17 +16,10 @@ from bamboo_ds.control.notices.gcp import GcpSource
 from bamboo_ds.control.notices.hooks import FileSource, HttpSource
 from bamboo_ds.control.notices.transport import SourceBroken, SourceSilent
 
-from .support.leaks import no_leaks
 from .support.metadata_servers import AwsMetadata, AzureMetadata, GoogleMetadata, HookServer, MetadataServer
-from .support.notices import Log, Watching, ask, poll, recorded_log
+from .support.notices import Log, Watching, poll, recorded_log
 
-pytestmark = pytest.mark.claim("guides/notices.md")
-
-
-@pytest.fixture(autouse=True)
-def gate() -> Iterator[None]:
-    with no_leaks():
-        yield
+pytestmark = [pytest.mark.claim("guides/notices.md"), pytest.mark.usefixtures("leak_gate")]
 
 
 @pytest.fixture
@@ -113,26 +105,6 @@ def test_aws_that_refuses_its_own_tokens_is_asked_twice_at_most() -> None:
         with pytest.raises(SourceBroken, match="refuses a token"):
             poll(AwsSource(server.url))
         assert server.counts[server.TOKEN] == 1 and server.statuses[401] == 1
-
-
-def test_aws_server_demands_tokens_and_their_life() -> None:
-    """The server of these tests is as strict as the real one."""
-
-    async def statuses(session: aiohttp.ClientSession) -> list[int]:
-        found = []
-        for method, path, headers in [
-            ("GET", "/latest/meta-data/spot/instance-action", {}),
-            ("GET", "/latest/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": "made-up"}),
-            ("PUT", "/latest/api/token", {}),
-            ("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "99999"}),
-            ("PUT", "/latest/api/token", {"X-aws-ec2-metadata-token-ttl-seconds": "60", "X-Forwarded-For": "1.2.3.4"}),
-        ]:
-            async with session.request(method, server.url + path, headers=headers) as response:
-                found.append(response.status)
-        return found
-
-    with AwsMetadata() as server:
-        assert ask(statuses) == [401, 401, 400, 400, 403]
 
 
 # -- Google ---------------------------------------------------------------------------------------------
@@ -256,15 +228,6 @@ def test_failed_acknowledgement_is_logged(log: Log) -> None:
         assert not watching.watcher.acknowledge(notice, timeout_s=0.2)
         assert "did not take the acknowledgement" in log.next().getMessage()
     assert not watching.watcher.acknowledge(notice)  # the watcher has ended
-
-
-def test_azure_demands_its_header() -> None:
-    async def status(session: aiohttp.ClientSession) -> int:
-        async with session.get(f"{server.url}/metadata/scheduledevents?api-version=2020-07-01") as response:
-            return response.status
-
-    with AzureMetadata() as server:
-        assert ask(status) == 400
 
 
 # -- hooks ----------------------------------------------------------------------------------------------

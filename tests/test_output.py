@@ -23,9 +23,7 @@ import pytest
 from bamboo_ds.control.agent import output
 from bamboo_ds.control.agent.output import WorkerOutput
 from bamboo_ds.control.agent.telling import Telling
-from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.mirror import Mirror
-from bamboo_ds.control.registry.records import LayoutRecord, LeftRecord, MemberRecord, ProgressRecord
+from bamboo_ds.control.registry.records import LayoutRecord, ProgressRecord
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
@@ -35,10 +33,11 @@ from bamboo_ds.launchers.narration import Sparse, progress
 from bamboo_ds.observe import outlet
 from bamboo_ds.observe.logfiles import worker_log
 from bamboo_ds.observe.outlet import Outlet, Sink
-from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 from bamboo_ds.worker.activity import Activity
+
+from .support.records import left, member, mirror
 
 pytestmark = pytest.mark.claim("guides/logs.md")
 
@@ -277,32 +276,28 @@ def test_a_line_is_shown_in_one_piece_and_a_beginning_without_an_end_soon(monkey
 
 
 def test_what_members_are_at_is_one_line() -> None:
-    fields = {"host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
     names = [f"m{slot}-a" for slot in range(6)]
-    found = {Keys.PLAN: initial_plan(names[:5]).to_json()}
-    for slot, name in enumerate(names):
-        found[Keys.member(name)] = MemberRecord.model_validate({"id": name, "slot": slot, **fields}).to_json()
+    found: dict[str, Any] = {"plan": initial_plan(names[:5])}
+    members = [member(name, slot) for slot, name in enumerate(names)]
 
     def line() -> str | None:
-        return progress(Mirror(Snapshot({key: KeyValue(key, value, 1, 1) for key, value in found.items()}, 1)))
+        return progress(mirror(*members, *found.values()))
 
     where = "at or before deepspeed.initialize (libraries, data, layers, extensions that DeepSpeed compiles)"
     assert line() == f"0 of 5 engines are built: all scripts are {where}"
-    found[Keys.report(names[1])] = LayoutRecord(id=names[1], layout=Layout(1, 5), redundant=True).to_json()
+    found["report"] = LayoutRecord(id=names[1], layout=Layout(1, 5), redundant=True)
     for name, doing in (
         (names[5], "replays step 310 of 630, about 40 s"),
         (names[0], "compiles it"),
         (names[2], "compiles it"),
     ):
-        found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing=doing).to_json()
+        found[name] = ProgressRecord(id=name, step=0, doing=doing)
     built = f"1 of 5 engines are built: the script of each of m0, m2, m3, m4 is {where}"
     assert line() == f"{built}; each of m0, m2 compiles it; m5 replays step 310 of 630, about 40 s"
     for name in names:
-        found[Keys.progress(name)] = ProgressRecord(id=name, step=0, doing="compiles it").to_json()
+        found[name] = ProgressRecord(id=name, step=0, doing="compiles it")
     assert line() == f"{built}; each of 6 members compiles it"
-    del found[Keys.PLAN]
-    for name in names:
-        del found[Keys.progress(name)]
+    found.clear()
     assert line() is None
 
 
@@ -367,7 +362,7 @@ def test_a_member_that_joins_tells_its_course() -> None:
     telling.note_plan(standby)
     telling.note_plan(standby)
     telling.note_plan(replace(standby, epoch=4, owners=("m4-e", "m1-b"), shadows=("m1-b", "m4-e")))
-    telling.note_end(LeftRecord(id="m4-e", slot=4, outcome="finished", reason="exit", detail="0", since=1.0, boot="b"))
+    telling.note_end(left("m4-e", 4, "finished"))
     assert told == [
         "[bamboo] m4-e replays step 1 of 3\n",
         "[bamboo] m4-e replays step 3 of 3\n",

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from .support.hosts import HostJob, Hosts, make_hosts
-from .support.jobs import Result, slow_until, write_config
+from .support.hosts import HostJob, Hosts, MakeHosts
+from .support.jobs import Reference, slow_until, write_config
 from .support.watching import PATIENCE_S, assert_exact, wait_entered, wait_lost, wait_steps, wait_whole
 
-__all__ = ["make_hosts"]  # the fixture
-
 pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
-Reference = Callable[..., Result]
-MakeHosts = Callable[[int], Hosts]
 
 #: A member whose worker may go on, or wait, for so long without a plan.
 PLAN_TIMEOUT_S = 15

@@ -12,17 +12,16 @@ from click.testing import CliRunner
 from bamboo_ds.cli.plan import plan as command
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys
-from bamboo_ds.control.registry.records import JobRecord, LayoutRecord, MemberRecord, WorkerState
+from bamboo_ds.control.registry.records import JobRecord, LayoutRecord, WorkerState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
 from .support.etcd import EtcdServer, new_namespace
+from .support.records import member
 from .support.settings import block
 
 pytestmark = pytest.mark.claim("guides/even-shares.md", "reference/cli.md")
-
-pytest_plugins = ["tests.support.fixtures"]
 
 
 def bamboo_plan(*arguments: str) -> str:
@@ -63,10 +62,7 @@ class Keyspace:
 
     def add(self, name: str, **fields: Any) -> None:
         slot = "abcdef".index(name)
-        record = MemberRecord(
-            id=name, slot=slot, host=name, address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=slot % 4
-        )
-        self.put(Keys.member(name), record.model_copy(update=fields))
+        self.put(Keys.member(name), member(name, slot, **{"host": name, "home": slot % 4, **fields}))
 
 
 @pytest.fixture

@@ -16,8 +16,6 @@ from bamboo_ds.control.registry.records import (
     JobRecord,
     LayoutRecord,
     LeaderRecord,
-    LeftRecord,
-    MemberRecord,
     NoticeRecord,
     ProgressRecord,
     Record,
@@ -32,11 +30,10 @@ from bamboo_ds.store.client import Store
 from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 
+from .support.records import left, member
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("concepts.md")
-
-pytest_plugins = ["tests.support.fixtures"]
 
 LIVING = ("a", "b")
 DEPARTED = tuple(f"gone-{n:03}" for n in range(KEPT_MEMBERS + 40))
@@ -56,10 +53,6 @@ def plan(**changes: object) -> Plan:
     return Plan(**(fields | changes))  # type: ignore[arg-type]
 
 
-def registered(member: str) -> MemberRecord:
-    return MemberRecord(id=member, slot=0, host="h", address="127.0.0.1", pid=1, agent_pid=2, incarnation="x", home=0)
-
-
 def kept_by(member: str, epoch: int, step: int, checkpoint: str | None = None) -> dict[str, Record]:
     return {
         Keys.report(member): LayoutRecord(id=member, layout=Layout(1, 2), redundant=True),
@@ -75,9 +68,7 @@ def departed(member: str, step: int, checkpoint: str | None = None) -> dict[str,
         Keys.notice(member): NoticeRecord(id=member, kind="leave", source="file", detail=""),
         Keys.suspect(member, "a"): SuspicionRecord(accused=member, by="a", epoch=3, reason=""),
         Keys.suspect("b", member): SuspicionRecord(accused="b", by=member, epoch=3, reason=""),
-        Keys.left(member): LeftRecord(
-            id=member, slot=1, outcome="lost", reason="signal", detail="SIGKILL", since=1.0, boot="x"
-        ),
+        Keys.left(member): left(member, 1),
     }
 
 
@@ -86,11 +77,11 @@ def records(entered: Iterable[str] = LIVING) -> dict[str, Record]:
     for epoch in range(1, EPOCH + 1):
         found[Keys.store(epoch)] = StoreRecord(epoch=epoch, host="h", port=1)
         found[Keys.timing(epoch)] = TimingRecord(epoch=epoch, detection_s=0.1, plan_s=0.1)
-    for n, member in enumerate(DEPARTED):
-        found |= departed(member, step=n)
-    for member in LIVING:
-        found[Keys.member(member)] = registered(member)
-        found |= kept_by(member, EPOCH if member in entered else EPOCH - 1, len(DEPARTED))
+    for n, name in enumerate(DEPARTED):
+        found |= departed(name, step=n)
+    for name in LIVING:
+        found[Keys.member(name)] = member(name, home=0)
+        found |= kept_by(name, EPOCH if name in entered else EPOCH - 1, len(DEPARTED))
     return found
 
 
@@ -117,17 +108,17 @@ def test_the_living_the_newest_departed_and_the_newest_epochs_stay() -> None:
         *range(EPOCH - KEPT_EPOCHS + 1, EPOCH + 1)
     }
     assert {Keys.LEADER, Keys.SPEC} <= left
-    for member in LIVING:
-        assert {Keys.member(member), *kept_by(member, 0, 0)} <= left
+    for name in LIVING:
+        assert {Keys.member(name), *kept_by(name, 0, 0)} <= left
     assert prune({key: found[key] for key in left}, plan()) == set()
 
 
 def test_members_that_are_needed_stay() -> None:
     first, second, third = DEPARTED[:3]
-    found = records() | {Keys.member(first): registered(first)}
+    found = records() | {Keys.member(first): member(first, home=0)}
     removed = prune(found, plan(lost=(second,)))
-    for member in (first, second):
-        assert not removed & departed(member, 0).keys()
+    for name in (first, second):
+        assert not removed & departed(name, 0).keys()
     assert departed(third, 0).keys() <= removed
 
 

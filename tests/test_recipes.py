@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -27,9 +26,9 @@ from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.secret import JobSecret
 
-from .support.compare import differences
+from .support.compare import assert_computed
 from .support.etcd import EtcdServer
-from .support.jobs import TRAIN, Result, slow_until, write_config
+from .support.jobs import TRAIN, Reference, slow_until, write_config
 from .support.members import MembersJob
 from .support.recipes import CLUSTER, Unit, by_kind, commands, documents, environment_file, files, text, variables_of
 from .support.watching import PATIENCE_S, assert_exact, registered, wait_steps
@@ -37,7 +36,6 @@ from .test_notice_leave import NoticedAws
 
 pytestmark = pytest.mark.claim("guides/clusters.md")
 
-Reference = Callable[..., Result]
 
 MANIFEST, UNIT, ENVIRONMENT = "kubernetes/gpt.yaml", "systemd/bamboo@.service", "systemd/job.env"
 SCRIPTS = ("slurm/members.sbatch", "slurm/allocation.sbatch")
@@ -102,13 +100,6 @@ def test_commands_are_understood(name: str) -> None:
         if command == "join":
             assert params["start"] and params["wait_s"] == 3600 and params["grace_s"] > 5
             assert params["script"] in ("train.py", "1"), "the script is not where options end"
-
-
-def test_a_wrong_command_would_be_found() -> None:
-    (words,) = commands('until srun bamboo join --strat "$N" $(x y) \\\n  "$@"; do')
-    assert words == ["bamboo", "join", "--strat", "1", "1", "1"]
-    with pytest.raises(Exception, match="No such option '--strat'"):
-        cli.commands["join"].make_context("join", words[2:])
 
 
 def test_variables_exist() -> None:
@@ -359,9 +350,7 @@ def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> Non
     plain = reference(2, 1, 4, *result.length)
     (restart,) = result.events("restart")
     assert restart["checkpoint"] == saved()[log - 1]["path"] and restart["number"] == 1
-    for dump in result.ranks().values():
-        assert dump["losses"] == plain.ranks()[0]["losses"][-len(dump["losses"]) :]
-    assert differences(plain.roles(), result.roles()) == []
+    assert_computed(result, plain)
 
 
 @pytest.mark.exhaustive
@@ -388,5 +377,5 @@ def test_all_members_vanish_before_the_engines_are_built(tmp_path: Path, referen
     (restart,) = result.events("restart")
     assert (restart["number"], restart["checkpoint"]) == (1, None)
     plain = reference(2, 1, 4, *length)
-    assert [dump["losses"] for dump in result.ranks().values()] == [plain.ranks()[0]["losses"]] * 2
-    assert differences(plain.roles(), result.roles()) == []
+    assert_computed(result, plain)
+    assert [len(dump["losses"]) for dump in result.ranks().values()] == [4, 4]

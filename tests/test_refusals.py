@@ -38,7 +38,7 @@ from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
 from bamboo_ds.errors import ConfigError, ReplicaDiffers, UnsupportedError
 from bamboo_ds.topology import Role
 
-from .support.jobs import SUPPORT, Result, run_bamboo, write_config
+from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
 from .support.surviving import fault, survive
 
 pytestmark = pytest.mark.claim(
@@ -49,7 +49,6 @@ pytestmark = pytest.mark.claim(
     "reference/settings.md",
 )
 
-Reference = Callable[..., Result]
 
 # -- hooks ------------------------------------------------------------------------------------------------
 

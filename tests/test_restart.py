@@ -23,14 +23,14 @@ from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Progres
 from bamboo_ds.observe.events import read_events
 from bamboo_ds.observe.goodput import account
 from bamboo_ds.observe.goodput.lives import Category
-from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
-from .support.compare import differences
+from .support.compare import assert_computed
 from .support.faults import mark
 from .support.jobs import Result, RunningJob, write_config
-from .support.settings import deciding
+from .support.records import left, member
+from .support.settings import decided, deciding
 from .support.surviving import Reference, fault
 from .test_consumption import assert_consumed_once
 
@@ -42,16 +42,6 @@ IDS = ("a", "b", "c", "d")
 RUNNING = with_redundancy(initial_plan(IDS), Layout(1, 4), True)
 #: The owner of stage 1, and its shadow.
 FATAL = takeover(takeover(RUNNING, {"b"}), {"a"})
-
-
-def member(name: str, slot: int, **more: Any) -> MemberRecord:
-    values = {"host": "h", "address": "127.0.0.1", "pid": 1, "agent_pid": 2, "incarnation": "x", **more}
-    return MemberRecord(id=name, slot=slot, **values)
-
-
-def left(name: str, slot: int, outcome: str, **more: Any) -> LeftRecord:
-    values = {"reason": "exit", "detail": "86", "since": 0.0, "boot": boot_id(), **more}
-    return LeftRecord.model_validate({"id": name, "slot": slot, "outcome": outcome, **values})
 
 
 def waiting(*slots: int) -> dict[str, MemberRecord]:
@@ -172,8 +162,7 @@ def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
     assert record.ranks == {0: (0,), 1: (1,), 5: (2,), 6: (3,)}
     slots = {0: 0, 1: 1, 2: 5, 3: 6}
     workers = {f"r{rank}": member(f"r{rank}", slot, home=rank, generation=0) for rank, slot in slots.items()}
-    first = one.decide(not_started(members=workers, restart=record), 1.0)
-    assert isinstance(first, WritePlan)
+    first = decided(WritePlan, one, not_started(members=workers, restart=record), 1.0)
     plan = first.plan
     assert (plan.epoch, plan.members, plan.unheld, plan.generation) == (1, ("r0", "r1", "r2", "r3"), (), 0)
     assert (plan.origin, plan.fence_s) == (UNSTARTED_PLAN.origin, 120.0) and plan.origin
@@ -181,8 +170,7 @@ def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
 
 def test_a_loss_before_the_first_plan_makes_all_wait_again_for_all() -> None:
     one = decider(min_members=1)
-    action = one.decide(not_started(0, 1, 2, 3), 0.0)
-    assert isinstance(action, Assign)
+    action = decided(Assign, one, not_started(0, 1, 2, 3), 0.0)
     workers = {f"r{rank}": member(f"r{rank}", rank, home=rank, generation=0) for rank in (0, 1, 2)}
     lost = {"r3": left("r3", 3, "lost", generation=0)}
     failed = one.decide(not_started(members=workers, left=lost, restart=action.record), 1.0)
@@ -223,8 +211,7 @@ def workers(*ranks: int) -> dict[str, MemberRecord]:
 def test_the_first_plan_waits_for_all_workers() -> None:
     it, view = decider(), after_the_loss(restart=RECORD)
     assert it.decide(replace(view, members={**workers(0, 1, 2), **waiting(9)}), 0.0) == Wait(60.0)
-    action = it.decide(replace(view, members=workers(3, 1, 0, 2)), 1.0)
-    assert isinstance(action, WritePlan)
+    action = decided(WritePlan, it, replace(view, members=workers(3, 1, 0, 2)), 1.0)
     plan = action.plan
     assert (plan.epoch, plan.owners, plan.homes) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
     assert plan.unheld == () and plan.layout is None
@@ -273,20 +260,6 @@ def test_a_worker_that_cannot_go_on_takes_all_back() -> None:
 ARGUMENTS = ("--steps", "8", "--save-every", "2", "--dropout", "0.1")
 
 
-def assert_same(result: Result, reference: Result) -> None:
-    """Losses from the restart on, and the states of all roles and replicas, are those of the undisturbed run."""
-    assert result.exit_code == 0, result.output[-5000:]
-    plain = reference.ranks()[0]["losses"]
-    survivors = [*result.ranks().values(), *result.joined()]
-    assert survivors
-    for dump in survivors:
-        assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :]
-    roles = reference.roles()
-    assert differences(roles, result.roles()) == []
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
-
-
 def steps_of(result: Result) -> list[list[int]]:
     """Steps of each start of the job."""
     starts: list[list[int]] = [[]]
@@ -314,7 +287,8 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
         go_on.touch()
         result = job.finish()
     assert result.faults() == sorted(mark(f) for f in faults), result.output[-5000:]
-    assert_same(result, reference(4, 1, 4, *arguments, own=True))
+    assert result.exit_code == 0, result.output[-5000:]
+    assert_computed(result, reference(4, 1, 4, *arguments, own=True))
     first, second = result.events("restart")
     assert (first["number"], first["slots"], second["number"]) == (1, [2, 3], 2)
     assert first["checkpoint"] == str(tmp_path / "checkpoints" / "step4")
@@ -367,4 +341,5 @@ def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, 
     (restart,) = result.events("restart")
     assert (restart["checkpoint"], restart["slots"][0], len(restart["slots"])) == (str(newest), 3, 2)
     assert steps_of(result)[1] == list(range(3, 9)), "not from the newest checkpoint that is whole"
-    assert_same(result, reference(4, 1, 4, *ARGUMENTS, own=True))
+    assert result.exit_code == 0, result.output[-5000:]
+    assert_computed(result, reference(4, 1, 4, *ARGUMENTS, own=True))

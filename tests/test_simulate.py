@@ -358,6 +358,9 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
     return result.exit_code, result.output
 
 
+CLIMATE = ["--climate", "ec2-p3", "--nodes", "9", "--profile", "gpt-2"]
+
+
 @pytest.mark.parametrize(
     ("options", "trace", "expected"),
     [
@@ -377,26 +380,10 @@ def simulate(tmp_path: Path, *options: str, trace: str | None = TRACE) -> tuple[
         (["--profile", "gpt-2"], None, "give one of --trace and --climate"),
         (["--profile", "gpt-2", "--stages", "99"], TRACE, "--stages 99: profile gpt-2 has 50 layers; choose fewer"),
         (["--profile", "gpt-2", "--pipelines", "3"], TRACE, "3 pipelines: choose --pipelines, or another global_batch"),
-        (
-            ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "0", "--profile", "gpt-2"],
-            None,
-            "--bulk 0.0: Input should be greater than or equal to 1",
-        ),
-        (
-            ["--climate", "ec2-p3", "--nodes", "9", "--bulk", "inf", "--profile", "gpt-2"],
-            None,
-            "--bulk inf: Input should be a finite number",
-        ),
-        (
-            ["--climate", "ec2-p3", "--nodes", "9", "--hours", "inf", "--profile", "gpt-2"],
-            None,
-            "--hours inf: Input should be a finite number",
-        ),
-        (
-            ["--climate", "ec2-p3", "--nodes", "9", "--replaced-s", "inf", "--profile", "gpt-2"],
-            None,
-            "--replaced-s inf: Input should be a finite number",
-        ),
+        ([*CLIMATE, "--bulk", "0"], None, "--bulk 0.0: Input should be greater than or equal to 1"),
+        ([*CLIMATE, "--bulk", "inf"], None, "--bulk inf: Input should be a finite number"),
+        ([*CLIMATE, "--hours", "inf"], None, "--hours inf: Input should be a finite number"),
+        ([*CLIMATE, "--replaced-s", "inf"], None, "--replaced-s inf: Input should be a finite number"),
     ],
 )
 def test_bad_input(tmp_path: Path, options: list[str], trace: str | None, expected: str) -> None:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import logging
 import signal
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from bamboo_ds.control.agent.mailbox import Mailbox
+from bamboo_ds.control.agent.rejoin import Rejoin
 from bamboo_ds.control.agent.slot import EndWorker, Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.messages import ExitNotice
+from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import LeaveRecord, LeftRecord, RestartRecord, StopRecord
 from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from bamboo_ds.observe.logs import LOGGER
+from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
@@ -217,3 +225,19 @@ def test_a_failure_ends_the_job_unless_it_goes_on_without_the_member() -> None:
     assert not slot(RUNNING, WITHOUT).failure_ends_job
     assert not slot(WITHOUT, home=1).failure_ends_job
     assert not slot(RUNNING, on_exception="takeover").failure_ends_job
+
+
+def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It ends with a result, as one that finds no job."""
+    caplog.set_level(logging.ERROR, LOGGER)
+    plan = initial_plan(["a"]).to_json().replace('"schema":3', '"schema":4')
+    store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
+    it = slot()
+    it.state = State.REJOINING
+    rejoin = Rejoin("me", it)
+    monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
+    rejoin.find(Mailbox())
+    assert it.state is State.ENDED and it.next is None
+    assert "the bamboo_ds of this member reads 3 at most" in caplog.text

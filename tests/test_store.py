@@ -8,7 +8,6 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,20 +27,13 @@ from tests.support.etcd import (
     new_namespace,
     wait_until,
 )
-from tests.support.leaks import no_leaks
 
-pytestmark = pytest.mark.claim(
-    "concepts.md", "guides/elastic.md", "guides/observing.md", "reference/cli.md", "reference/settings.md"
-)
-
-pytest_plugins = ["tests.support.fixtures"]
-
-
-@pytest.fixture(autouse=True)
-def gate(request: pytest.FixtureRequest) -> Iterator[None]:
-    request.getfixturevalue("etcd")
-    with no_leaks():
-        yield
+pytestmark = [
+    pytest.mark.claim(
+        "concepts.md", "guides/elastic.md", "guides/observing.md", "reference/cli.md", "reference/settings.md"
+    ),
+    pytest.mark.usefixtures("leak_gate"),
+]
 
 
 def test_put_get_delete(store: Store) -> None:
@@ -133,7 +125,6 @@ def test_of_racing_writers_exactly_one_wins(etcd: EtcdServer) -> None:
         with ThreadPoolExecutor(writers) as pool:
             results = list(pool.map(write, range(writers)))
     assert [sum(turn) for turn in zip(*results, strict=True)] == [1] * (2 * rounds)
-    assert len({result.index(True) for result in results if True in result}) >= 1
 
 
 def test_a_lost_answer_is_not_taken_for_a_lost_race(own_etcd: EtcdServer) -> None:
@@ -218,9 +209,7 @@ def test_lease_expiry_deletes(store: Store) -> None:
     lease = store.lease(2)
     assert 0 < lease.ttl_s <= 3
     store.put("members/a", "x", lease)
-    begin = time.monotonic()
     seen.wait_for("delete", "members/a")
-    print(f"lease of {lease.ttl_s:g} s: key deleted after {time.monotonic() - begin:.2f} s")
     assert not lease.refresh()
     with pytest.raises(LeaseExpired):
         store.put("members/a", "x", lease)
@@ -243,26 +232,10 @@ def test_refresh_keeps_a_lease(store: Store) -> None:
     lease.revoke()
 
 
-def test_revoke_is_seen_at_once(store: Store) -> None:
-    seen = Recorder()
-    watch = store.watch("members/", seen)
-    lease = store.lease(30)
-    store.put("members/a", "x", lease)
-    seen.wait_for("put", "members/a")
-    begin = time.monotonic()
-    lease.revoke()
-    seen.wait_for("delete", "members/a")
-    print(f"revoke seen by the watch after {1000 * (time.monotonic() - begin):.1f} ms")
-    assert [kind for kind, _, _ in seen.seen] == ["put", "delete"]
-    watch.cancel()
-
-
 def test_a_dead_endpoint_is_skipped(own_etcd: EtcdServer, etcd: EtcdServer) -> None:
     own_etcd.kill()
     with Store([own_etcd.url, etcd.url.removeprefix("http://")], namespace=new_namespace()) as store:
-        begin = time.monotonic()
         assert store.create("a", "1")
-        print(f"refusing endpoint skipped in {1000 * (time.monotonic() - begin):.1f} ms")
         found = store.get("a")
         assert found is not None and found.value == "1"
 
@@ -277,9 +250,7 @@ def test_a_silent_endpoint_is_left(etcd: EtcdServer) -> None:
         store.put("a", "1")
         seen.wait_for("put", "a")
         proxy.set("hole")
-        begin = time.monotonic()
         store.put("b", "2")
-        print(f"silent endpoint left after {time.monotonic() - begin:.2f} s")
         seen.wait_for("put", "b", 20.0)
         assert proxy.swallowed and len(seen.seen) == 2
 

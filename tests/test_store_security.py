@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import grpc
@@ -18,18 +17,8 @@ from tests.support.etcd import (
     EtcdServer,
     Recorder,
 )
-from tests.support.leaks import no_leaks
 
-pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
-
-pytest_plugins = ["tests.support.fixtures"]
-
-
-@pytest.fixture(autouse=True)
-def gate(request: pytest.FixtureRequest) -> Iterator[None]:
-    request.getfixturevalue("etcd")
-    with no_leaks():
-        yield
+pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration, pytest.mark.usefixtures("leak_gate")]
 
 
 def enable_auth(server: EtcdServer) -> None:

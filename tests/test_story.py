@@ -20,9 +20,11 @@ from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.launchers.folders import folder_of, with_logs
 from bamboo_ds.launchers.narration import Narration, banner
 from bamboo_ds.observe import events
-from bamboo_ds.observe.events import Event, EventWriter
+from bamboo_ds.observe.events import Event
 from bamboo_ds.observe.story import Story, printed
 from bamboo_ds.observe.summary import failure_of, summary
+
+from .support.written import write
 
 pytestmark = pytest.mark.claim("guides/logs.md", "reference/events.md")
 
@@ -59,19 +61,9 @@ def lost(seconds: float, member: str, reason: str = "signal", detail: str = "SIG
 
 def recovered(seconds: float, epoch: int, *members: str, pause_s: float = 0.1, redone: int = 1) -> list[Event]:
     fields = {"detection_seconds": None, "plan_seconds": None, "rebuild_seconds": 0.1, "redo_seconds": 0.2}
-    passes = {"forwards_redone": redone, "backwards_redone": redone}
+    fields |= {"forwards_redone": redone, "backwards_redone": redone, "step": 5, "mode": "resume"}
     return [
-        at(
-            seconds,
-            events.Recovered,
-            epoch,
-            m,
-            step=5,
-            mode="resume",
-            pause_seconds=pause_s + i / 100,
-            **fields,
-            **passes,
-        )
+        at(seconds, events.Recovered, epoch, m, pause_seconds=pause_s + i / 100, **fields)
         for i, m in enumerate(members)
     ]
 
@@ -184,32 +176,11 @@ def test_two_at_once_are_one_line() -> None:
 
 
 def test_a_join_and_a_leave() -> None:
-    new = "m4-eeeeeeee"
+    new, notice = "m4-eeeeeeee", {"kind": "preempt", "source": "aws", "detail": "spot", "leaves": True}
     found = [
         *joined(10, new, host="c"),
         plan(10, 3, MEMBERS, [M3, M0, M1, M2], members=[*MEMBERS, new]),
-        at(
-            11,
-            events.NoticeReceived,
-            3,
-            M3,
-            kind="preempt",
-            source="aws",
-            deadline_seconds=120,
-            detail="spot",
-            leaves=1,
-        ),
-        at(
-            11,
-            events.NoticeReceived,
-            3,
-            M3,
-            kind="preempt",
-            source="aws",
-            deadline_seconds=119,
-            detail="spot",
-            leaves=1,
-        ),
+        *(at(11, events.NoticeReceived, 3, M3, deadline_seconds=left_s, **notice) for left_s in (120, 119)),
         plan(12, 4, [M0, M1, M2, new], [new, M0, M1, M2], members=[M0, M1, M2, new]),
         at(13, events.MemberLeft, 4, M3, member_id=M3, reason="preempt", detail="aws: spot", seconds=1.8),
     ]
@@ -322,13 +293,6 @@ def test_summary() -> None:
 
 
 # -- files ---------------------------------------------------------------------------------------------
-
-
-def write(path: Path, found: Sequence[Event]) -> Path:
-    with EventWriter(path) as writer:
-        for event in found:
-            writer.emit(event)
-    return path
 
 
 def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

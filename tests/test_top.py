@@ -21,13 +21,13 @@ from bamboo_ds.cli.top_view import frame
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.errors import ConfigError, StoreUnavailable
 from bamboo_ds.launchers import jobs
-from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.observe.view import LiveView, Overview
 from bamboo_ds.store.records import Snapshot
 
 from .support.synthetic_job import SyntheticJob, four
+from .support.written import write
 
 pytestmark = pytest.mark.claim("guides/observing.md")
 
@@ -114,12 +114,6 @@ def test_no_line_is_wider_than_the_terminal(width: int) -> None:
     assert max(map(len, shown(view_of(four()), width))) <= width
 
 
-def write(job: SyntheticJob, path: Path) -> None:
-    with EventWriter(path) as writer:
-        for event in job.events:
-            writer.emit(event)
-
-
 def test_nothing_is_cut_of_figures_and_stages() -> None:
     """Figures take more lines; stages that do not fit beside each other are counted."""
     view = view_of(SyntheticJob("long", 1, 12).train(3))
@@ -132,7 +126,7 @@ def test_nothing_is_cut_of_figures_and_stages() -> None:
 def test_a_long_past_is_not_held_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "events.jsonl"
     job = SyntheticJob("followed", 1, 2).train(100)
-    write(job, path)
+    write(path, job.events)
     limits, read = list[int](), EventTail.read
     monkeypatch.setattr("bamboo_ds.cli.top._CHUNK", 8192, raising=False)
     monkeypatch.setattr(EventTail, "read", lambda tail, limit=-1: limits.append(limit) or read(tail, limit))
@@ -144,13 +138,13 @@ def test_a_long_past_is_not_held_at_once(tmp_path: Path, monkeypatch: pytest.Mon
 def test_events_are_followed(tmp_path: Path) -> None:
     path = tmp_path / "events.jsonl"
     job = SyntheticJob("followed", 1, 2).train(2)
-    write(job, path)
+    write(path, job.events)
     source = LiveSource("followed", str(path))
     assert source.view(None).step == 2
     told = len(job.events)
     job.train(3)
     job.events = job.events[told:]
-    write(job, path)
+    write(path, job.events)
     assert source.view(None).step == 5
     path.unlink()
     with pytest.raises(ConfigError, match=r"cannot read the events.*--events"):
@@ -185,9 +179,9 @@ def test_no_job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 def test_losses_of_the_newest_start(tmp_path: Path) -> None:
     """Each once, of this job only, also while a line is being written."""
     path = tmp_path / "events.jsonl"
-    write(SyntheticJob("again", 1, 3).lose(1), path)
-    write(SyntheticJob("again", 1, 4, seed=2).train(1).lose(0).lose(2), path)
-    write(SyntheticJob("other", 1, 4, seed=3).lose(2), path)
+    write(path, SyntheticJob("again", 1, 3).lose(1).events)
+    write(path, SyntheticJob("again", 1, 4, seed=2).train(1).lose(0).lose(2).events)
+    write(path, SyntheticJob("other", 1, 4, seed=3).lose(2).events)
     with open(path, "a") as file:
         file.write('{"event":"member_lost","job":"again"')
     assert losses(str(path), "again") == 2
@@ -198,7 +192,7 @@ def test_a_job_whose_etcd_does_not_answer_is_listed(monkeypatch: pytest.MonkeyPa
     """With what this host knows, and with the reason; others are listed as well."""
     monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
     file = jobs.this_process("mute", "http://127.0.0.1:1", events=str(tmp_path / "events.jsonl"))
-    write(SyntheticJob("mute", 1, 3).lose(1), tmp_path / "events.jsonl")
+    write(tmp_path / "events.jsonl", SyntheticJob("mute", 1, 3).lose(1).events)
     file.write()
 
     def refuse(*_: object) -> None:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import time
 from pathlib import Path
 
-import psutil
 import pytest
 
-from .support.jobs import DEADLINE_S, bamboo_command, environment, run_stock, write_config
+from .support.jobs import bamboo_command, run_stock, write_config
+from .support.launching import LaunchedJob, losses
+from .support.watching import wait_steps
 
 pytestmark = [
     pytest.mark.claim("README.md", "guides/exactness.md", "guides/launchers.md", "quickstart.md"),
@@ -60,11 +56,6 @@ with open(os.path.join(args.out, f"losses-{engine.global_rank}.json"), "w") as f
 """
 
 
-def losses(folder: Path) -> dict[int, list[float]]:
-    """Losses that every worker saw, by rank."""
-    return {int(f.stem.split("-")[1]): json.loads(f.read_text()) for f in folder.glob("losses-*.json")}
-
-
 @pytest.fixture(scope="module")
 def stock(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     folder = tmp_path_factory.mktemp("stock")
@@ -88,51 +79,17 @@ def test_the_loss_of_each_stage(tmp_path: Path, stock: list[float], stages: tupl
     command = [bamboo_command(), "run", "-n", str(STAGES), "--events", str(events), "--check-exact", "3"]
     command += [*(["--config", str(config)] if option == "--settings" else []), str(script)]
     command += [option, str(config), "--out", str(tmp_path)]
-    with open(tmp_path / "log.txt", "wb") as log:
-        # Many scripts have this default, which only DeepSpeed's launcher overrides.
-        env = {**environment(), "DEFAULT_LOCAL_RANK": "0"}
-        job = subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
-        try:
-            for stage, step in zip(stages, (4, 10), strict=True):
-                wait_for_step(events, step, job)
-                os.kill(worker_of_rank(job.pid, stage), signal.SIGKILL)
-            assert job.wait(DEADLINE_S) == 0, (tmp_path / "log.txt").read_text()[-4000:]
-        finally:
-            if job.poll() is None:
-                job.terminate()
-                job.wait(30)
-    output = (tmp_path / "log.txt").read_text()
+    # Many scripts have this default, which only DeepSpeed's launcher overrides.
+    with LaunchedJob(tmp_path, command, [], "unchanged", variables={"DEFAULT_LOCAL_RANK": "0"}) as job:
+        for stage, steps in zip(stages, (4, 6), strict=True):
+            wait_steps(job, steps)
+            job.strike(job.workers()[stage])
+        result = job.finish()
+    output = result.output
+    assert result.exit_code == 0, output[-4000:]
     assert "bamboo: the first 3 steps are exact: 4 stages " in output
     assert "args.local_rank is 0, the default of the script's own option" in output
-    lost = [json.loads(line) for line in events.read_text().splitlines() if '"member_lost"' in line]
-    assert [(e["member_id"][:2], e["reason"], e["detail"]) for e in lost] == [
+    assert [(e["member_id"][:2], e["reason"], e["detail"]) for e in result.events("member_lost")] == [
         (f"m{stage}", "signal", "SIGKILL") for stage in stages
     ]
     assert losses(tmp_path) == {rank: stock for rank in range(STAGES) if rank not in stages}
-
-
-def wait_for_step(events: Path, step: int, job: subprocess.Popen[bytes]) -> None:
-    """Return as soon as the job has reported ``step``."""
-    deadline = time.monotonic() + DEADLINE_S
-    while time.monotonic() < deadline and job.poll() is None:
-        text = events.read_text() if events.exists() else ""
-        whole = text.rpartition("\n")[0].splitlines()
-        if any('"event":"step"' in line and json.loads(line)["step"] >= step for line in whole):
-            return
-        time.sleep(0.01)  # a poll of the file, not a synchronisation
-    raise AssertionError(f"the job did not come to step {step}")
-
-
-def worker_of_rank(launcher: int, rank: int) -> int:
-    """Process id of the worker with ``RANK`` ``rank``."""
-    for process in psutil.Process(launcher).children(recursive=True):
-        try:
-            command = process.cmdline()
-            is_worker = (
-                any(part.endswith("pictures.py") for part in command) and "bamboo_ds.control.agent" not in command
-            )
-            if is_worker and process.environ().get("RANK") == str(rank):
-                return process.pid
-        except psutil.NoSuchProcess:
-            continue  # of a member that was lost before
-    raise AssertionError(f"no worker of rank {rank}")

@@ -7,8 +7,6 @@ import json
 import logging
 import re
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -24,30 +22,36 @@ from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.overview import overview
-from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, MemberRecord, StopRecord, WebRecord
-from bamboo_ds.control.settings import AgentSettings
+from bamboo_ds.control.registry.records import LeaderRecord, LeaveRecord, StopRecord, WebRecord
 from bamboo_ds.control.web.access import Access, token_of
 from bamboo_ds.control.web.display import JobPage
 from bamboo_ds.control.web.feed import Feed
 from bamboo_ds.control.web.server import WebServer
 from bamboo_ds.errors import ConfigError, StoreUnavailable
-from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.events import Event
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.observe.tail import EventTail
 from bamboo_ds.secret import NONE, JobSecret
-from bamboo_ds.store.records import KeyValue, Snapshot
+from bamboo_ds.store.records import KeyValue
 from bamboo_ds.topology.planner import initial_plan
 
+from .support.etcd import wait_until
 from .support.leaks import no_leaks
-from .support.page import ask, scraped, seen, streamed, value
+from .support.page import ask, scraped, seen, served_at, streamed, value
 from .support.patience import Patience
+from .support.records import member, mirror
+from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/observing.md", "guides/security.md")
 
 RECORDED = Path(__file__).parent / "support" / "recorded_job.jsonl"
 SECRET = JobSecret("x" * 40)
 TOKEN = token_of(SECRET, "recorded")
+ACCESS = Access(SECRET, "recorded")
+
+
+def serving(feed: Feed, change: Callable[[str, str], None] | None) -> WebServer:
+    return WebServer(feed, ACCESS, "recorded", ("127.0.0.1", 0), change, AgentLoop())
 
 
 class Served:
@@ -57,8 +61,7 @@ class Served:
         self.asked: list[tuple[str, str]] = []
         self.fails: Exception | None = None
         self.feed = Feed("recorded", events)
-        self.access = Access(SECRET, "recorded")
-        self.server = WebServer(self.feed, self.access, "recorded", ("127.0.0.1", 0), self._change, AgentLoop())
+        self.server = serving(self.feed, self._change)
         self.url = self.server.url
 
     def _change(self, what: str, member: str) -> None:
@@ -77,13 +80,6 @@ def served() -> Iterator[Served]:
     found.close()
 
 
-def wait(ready: Callable[[], Any], what: str) -> None:
-    patience, pause = Patience(20.0), threading.Event()
-    while not ready():
-        assert not patience.over(), what
-        pause.wait(0.02)
-
-
 # -- who is let in ----------------------------------------------------------------------------------------
 
 
@@ -99,7 +95,7 @@ def test_strangers_see_nothing(served: Served, path: str, token: str | None) -> 
 def test_the_token_does_not_lead_to_the_secret_and_is_of_one_job() -> None:
     assert re.fullmatch("[0-9a-f]{64}", TOKEN)
     assert TOKEN not in (token_of(SECRET, "other"), token_of(JobSecret("y" * 40), "recorded"), SECRET.text)
-    assert SECRET.text not in TOKEN and TOKEN not in Access(SECRET, "recorded").cookie()
+    assert SECRET.text not in TOKEN and TOKEN not in ACCESS.cookie()
 
 
 def test_health_is_for_everybody(served: Served) -> None:
@@ -152,7 +148,7 @@ def test_answers_that_no_page_of_others_can_use(served: Served) -> None:
 
 
 def test_changes_need_more_than_a_cookie(served: Served) -> None:
-    cookie = served.access.cookie().partition(";")[0]
+    cookie = ACCESS.cookie().partition(";")[0]
     for origin in (None, "null", "http://evil.example", served.url.replace("127.0.0.1", "localhost"), "file://"):
         headers = {"Cookie": cookie} | ({} if origin is None else {"Origin": origin})
         assert ask(served.url, "/api/stop", None, "POST", **headers)[0] == 403, origin
@@ -171,9 +167,7 @@ def test_changes_need_more_than_a_cookie(served: Served) -> None:
 
 
 def test_a_page_that_only_shows() -> None:
-    server = WebServer(
-        Feed("recorded", None), Access(SECRET, "recorded"), "recorded", ("127.0.0.1", 0), None, AgentLoop()
-    )
+    server = serving(Feed("recorded", None), None)
     try:
         status, _, body = ask(server.url, "/api/stop", TOKEN, "POST")
         assert status == 403 and "bamboo.observe.control" in json.loads(body)["error"]
@@ -214,7 +208,10 @@ def test_the_view_a_loss_and_the_metrics(served: Served) -> None:
     view = seen(served.url, TOKEN)
     assert (view["step"], view["state"], len(view["members"]), len(view["losses"])) == (25, "ended", 5, 1)
     detail = json.loads(ask(served.url, "/api/losses/1", TOKEN)[2])
-    assert detail["loss"] == view["losses"][0] and len(detail["survivors"]) == 3
+    pauses = [each["pause_seconds"] for each in detail["survivors"]]
+    assert detail["loss"] == view["losses"][0] and pauses[0] == detail["loss"]["pause_seconds"]
+    assert sorted(each["name"] for each in detail["survivors"]) == ["m0", "m1", "m2"]
+    assert pauses == sorted(pauses, reverse=True)
     for number in ("2", "x", "-1", "", "9" * 5000):
         assert ask(served.url, f"/api/losses/{number}", TOKEN)[0] == 404
     assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
@@ -271,7 +268,7 @@ def test_watchers_are_bounded(monkeypatch: pytest.MonkeyPatch, served: Served) -
     next(stream)
     assert ask(served.url, "/api/stream", TOKEN)[0] == 503
     stream.close()  # type: ignore[attr-defined]
-    wait(lambda: served.server._streams == 0, "the server sees that the client is gone")
+    wait_until(lambda: served.server._streams == 0, "the server sees that the client is gone", 20.0)
 
 
 def test_a_stream_is_alive(monkeypatch: pytest.MonkeyPatch, served: Served) -> None:
@@ -286,7 +283,7 @@ def test_a_stream_is_alive(monkeypatch: pytest.MonkeyPatch, served: Served) -> N
 def test_a_file_that_is_none(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """What etcd tells is shown all the same, and a warning says it once."""
     feed = Feed("recorded", str(tmp_path / "missing.jsonl"))
-    feed.know(overview(mirror()))
+    feed.know(overview(known()))
     feed.refresh()
     feed.refresh()
     view = json.loads(feed.view()[1])
@@ -313,13 +310,13 @@ def test_a_long_past_is_read_while_the_page_answers(tmp_path: Path, monkeypatch:
     monkeypatch.setattr(EventTail, "read", slow)
     served = Served(str(path))
     try:
-        wait(lambda: len(chunks) == 4, "three chunks are read")
+        wait_until(lambda: len(chunks) == 4, "three chunks are read", 20.0)
         view = seen(served.url, TOKEN)
         assert view["state"] == "reading" and 0 < view["step"] < 25 and view["ended"] is None
         status, _, body = ask(served.url, "/metrics", TOKEN)
         assert status == 503 and "being read" in json.loads(body)["error"]
         go.set()
-        wait(lambda: seen(served.url, TOKEN)["state"] == "ended", "the rest is read")
+        wait_until(lambda: seen(served.url, TOKEN)["state"] == "ended", "the rest is read", 20.0)
         assert value(scraped(served.url, TOKEN), "bamboo_steps_committed_total") == 25
         assert len(chunks) > 5 and set(chunks) == {4096}
     finally:
@@ -346,15 +343,8 @@ def test_an_event_that_cannot_be_shown_hides_no_other(
 # -- while a member leads -----------------------------------------------------------------------------------
 
 
-def mirror(leader: str = "a", **more: str) -> Mirror:
-    fields = {"slot": 0, "host": "h", "address": "x", "pid": 1, "agent_pid": 2, "incarnation": "a"}
-    keys = {
-        Keys.PLAN: initial_plan(["a"]).to_json(),
-        Keys.LEADER: LeaderRecord(id=leader).to_json(),
-        Keys.member("a"): MemberRecord.model_validate({"id": "a", **fields}).to_json(),
-        **more,
-    }
-    return Mirror(Snapshot({key: KeyValue(key, text, 1, 1) for key, text in keys.items()}, 1))
+def known(leader: str = "a") -> Mirror:
+    return mirror(initial_plan(["a"]), LeaderRecord(id=leader), member("a"))
 
 
 class StoreDouble:
@@ -375,18 +365,7 @@ class StoreDouble:
 
 
 def display(address: str, store: StoreDouble, secret: JobSecret = SECRET, **observe: Any) -> JobPage:
-    block = bamboo_config({"bamboo": {"observe": {"http": address, **observe}}})
-    assert block is not None
-    settings = AgentSettings(
-        job="recorded",
-        slot=0,
-        world_size=1,
-        store="x",
-        parent_pid=1,
-        command=("x",),
-        secret=secret,
-        settings=JobSettings(values=block),
-    )
+    settings = agent(job="recorded", secret=secret, http=address, **observe)
     return JobPage(settings, "a", store, AgentLoop())  # type: ignore[arg-type]
 
 
@@ -396,7 +375,7 @@ def lead(shown: JobPage, ready: Callable[[], Any]) -> None:
     patience, pause = Patience(20.0), threading.Event()
     while not ready():
         assert not patience.over()
-        again = shown.follow(mirror(), lease)
+        again = shown.follow(known(), lease)
         pause.wait(0.05 if again is None else max(0.0, min(0.05, again - shown._clock())))
 
 
@@ -405,7 +384,7 @@ def test_it_serves_while_its_member_leads() -> None:
     lease: Any = None
     with no_leaks():
         shown = display("127.0.0.1:0", store, control=True)
-        assert shown.follow(mirror("b"), lease) is None and not store.written
+        assert shown.follow(known("b"), lease) is None and not store.written
         begin = time.monotonic()
         lead(shown, lambda: Keys.WEB in store.written)
         assert time.monotonic() - begin >= 0.5, "a member that begins to lead has a loss to handle first"
@@ -416,8 +395,8 @@ def test_it_serves_while_its_member_leads() -> None:
         assert answers == [404, 200, 200]
         assert LeaveRecord.from_json(store.written[Keys.leave("a")]).source == "web"
         assert StopRecord.from_json(store.written[Keys.STOP]).code == 143
-        shown.follow(mirror("b"), lease)  # it leads no more
-        wait(lambda: not answers_at(record.url), "the server has ended")
+        shown.follow(known("b"), lease)  # it leads no more
+        wait_until(lambda: not served_at(record.url), "the server has ended", 20.0)
         shown.close(5.0)
 
 
@@ -435,13 +414,6 @@ def test_a_page_that_ends_badly_keeps_nobody(monkeypatch: pytest.MonkeyPatch, ca
         shown.close(0.0)
     assert "a test says so" in caplog.text
     server.close(5.0)
-
-
-def answers_at(url: str) -> bool:
-    try:
-        return ask(url, "/healthz")[0] == 200
-    except OSError:
-        return False
 
 
 def test_a_port_in_use_is_told_once_and_tried_again(
@@ -493,12 +465,6 @@ def test_all_addresses_are_told_as_the_one_that_others_know() -> None:
     shown.close(5.0)
 
 
-@pytest.mark.integration
-def test_torch_is_not_loaded_to_serve() -> None:
-    code = "import sys, bamboo_ds.control.web.server, bamboo_ds.control.web.display; assert 'torch' not in sys.modules"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
-
-
 def test_a_server_that_has_ended_is_followed_by_another() -> None:
     store = StoreDouble()
     with no_leaks():
@@ -516,7 +482,7 @@ def test_one_that_leads_for_a_moment_only_leaves_nothing() -> None:
     with no_leaks():
         shown = display("127.0.0.1:0", store)
         lead(shown, lambda: shown._opening is not None)
-        shown.follow(mirror("b"), lease)  # type: ignore[arg-type]
+        shown.follow(known("b"), lease)  # type: ignore[arg-type]
         assert not store.written
 
 

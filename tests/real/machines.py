@@ -1,24 +1,17 @@
-"""Hosts with names, process ids and an sshd of their own, and jobs on them that a real launcher starts."""
+"""Hosts with names, process ids and an sshd of their own."""
 
 from __future__ import annotations
 
-import os
-import shlex
 import shutil
-import signal
 import subprocess
-import sys
 import tempfile
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 
 from ..support.etcd import wait_until
 from ..support.hosts import Hosts
-from ..support.jobs import MARK, RunningJob, TemporaryFolder, environment, processes_of
-from ..support.processes import Process
 
 _SSHD = """
 HostKey {folder}/host_key
@@ -131,84 +124,3 @@ class Machines(Hosts):
         """The host is gone from one instant to the next: nobody hears a good-bye of it."""
         self.cut(host)
         self.kill(host)
-
-
-class RealJob(RunningJob):
-    """A job under any launcher. Use it in a ``with`` statement: after it no process of the job may be left.
-
-    Args:
-        folder: for logs, events and results; the working directory.
-        command: what starts the job, or gives it.
-        script: the script with its arguments.
-        name: of the job.
-        machines: hosts that it runs on, if it does.
-        variables: more environment variables.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        command: Sequence[str] | Callable[[RealJob], Sequence[str]],
-        script: Sequence[str],
-        name: str,
-        machines: Machines | None = None,
-        variables: Mapping[str, str] | None = None,
-    ) -> None:
-        self.folder, self.name = folder, name
-        self._events, self._parsed, self._begun = [], 0, time.monotonic()
-        self._temporary = TemporaryFolder(folder)
-        #: What makes processes those of this job.
-        self.marks = {MARK: str(folder), **self._temporary.variables}
-        self.env = environment() | self.marks | dict(variables or {})
-        folders = [*([machines.path] if machines else ()), Path(sys.executable).parent, self.env["PATH"]]
-        self.env["PATH"] = os.pathsep.join(map(str, folders))
-        self.command = list(script)
-        self.joiners: list[Process] = []
-        self.process = self.start(command(self) if callable(command) else command, "run")
-
-    def start(self, command: Sequence[str], log: str) -> subprocess.Popen[bytes]:
-        """Start a process of the job, with its output in a file of the job."""
-        with open(self.folder / f"{log}.log", "wb") as file:
-            return subprocess.Popen(
-                command,
-                env=self.env,
-                cwd=self.folder,
-                stdin=subprocess.DEVNULL,
-                stdout=file,
-                stderr=file,
-                start_new_session=True,
-            )
-
-    def shell(self, command: Sequence[str], **variables: str) -> str:
-        """The command for a shell of another host, in the job's folder and with the environment that it needs there."""
-        needed = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONPATH", "PATH", "PYTHONUNBUFFERED")
-        told = {name: self.env[name] for name in needed if name in self.env} | self.marks | variables
-        setting = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
-        return f"cd {shlex.quote(str(self.folder))} && exec env {setting} {shlex.join(command)}"
-
-    def workers(self) -> dict[int, psutil.Process]:
-        """The workers by rank."""
-        return self._by_rank("bamboo_ds.control.agent")
-
-    def tasks(self) -> dict[int, psutil.Process]:
-        """The rank supervisors by rank: what the processes have become that the launcher had started."""
-        return {rank: parent for rank, agent in self._agents().items() if (parent := agent.parent()) is not None}
-
-    def _agents(self) -> dict[int, psutil.Process]:
-        return {rank: parent for rank, each in self.workers().items() if (parent := each.parent()) is not None}
-
-    def _by_rank(self, parent: str) -> dict[int, psutil.Process]:
-        found = {}
-        for process in processes_of(str(self.folder)):
-            try:
-                above, rank = process.parent(), process.environ().get("RANK")
-                if rank is not None and above is not None and parent in above.cmdline():
-                    found[int(rank)] = process
-            except psutil.NoSuchProcess:
-                continue  # it has ended meanwhile
-        return found
-
-    def strike(self, process: psutil.Process) -> None:
-        """SIGKILL; returns when the process is gone."""
-        process.send_signal(signal.SIGKILL)
-        process.wait(30)

@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,16 +13,15 @@ import pytest
 from bamboo_ds.store.supervisor import die_with_parent
 
 from ..support.etcd import wait_until
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, bamboo_command, slow_until, write_config
+from ..support.launching import LaunchedJob
 from ..support.ports import free_port
 from ..support.watching import assert_exact, wait_lost, wait_steps, wait_whole
 from ..test_store_security import certificates
 from .conftest import TOOLS
-from .machines import RealJob
 
 pytestmark = pytest.mark.claim("reference/cli.md")
 
-Reference = Callable[..., Result]
 
 STAGES, MICRO_BATCHES = 3, 4
 ARGUMENTS = ("--training-data",)
@@ -123,7 +121,7 @@ def test_a_protected_cluster_loses_its_leader(tmp_path: Path, reference: Referen
         run = [bamboo_command(), "run", "-n", str(STAGES), "--store", ",".join(etcd.urls), "--job", "safe"]
         run += ["--events", str(tmp_path / "events.jsonl")]
         script = [*words, *ARGUMENTS, *slow_until(go)]
-        with RealJob(tmp_path, [*run, *script], script, "safe", variables=etcd.variables()) as job:
+        with LaunchedJob(tmp_path, [*run, *script], script, "safe", variables=etcd.variables()) as job:
             wait_whole(job, 3)
             wait_steps(job, 2)
             job.strike(job.workers()[1])

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, Result, bamboo_command, slow_until, write_config
+from ..support.launching import LaunchedJob
 from ..support.ports import free_port
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
-from .machines import Machines, RealJob
+from .machines import Machines
 
 pytestmark = pytest.mark.claim("guides/launchers.md")
 
-Reference = Callable[..., Result]
 
 #: Two pipelines of two stages; each host has the same stage of both, and shadows of the other's.
 STAGES, PIPELINES, MICRO_BATCHES = 2, 2, 4
@@ -28,18 +27,8 @@ BLOCK = {"membership": {"lease_ttl_s": 8, "heartbeat_timeout_s": 30.0}, "redunda
 def script(folder: Path) -> list[str]:
     """The command line of the script, which goes on until the file ``go`` exists."""
     config = write_config(folder, BLOCK, MICRO_BATCHES)
-    pace = slow_until(folder / "go")
-    return [
-        str(TRAIN),
-        "--deepspeed_config",
-        str(config),
-        "--out",
-        str(folder),
-        "--stages",
-        str(STAGES),
-        *ARGUMENTS,
-        *pace,
-    ]
+    words = [str(TRAIN), "--deepspeed_config", str(config), "--out", str(folder), "--stages", str(STAGES)]
+    return [*words, *ARGUMENTS, *slow_until(folder / "go")]
 
 
 def secret(folder: Path) -> dict[str, str]:
@@ -50,7 +39,7 @@ def secret(folder: Path) -> dict[str, str]:
     return {"BAMBOO_SECRET_FILE": str(file)}
 
 
-def lose(job: RealJob, machines: Machines, host: int) -> None:
+def lose(job: LaunchedJob, machines: Machines, host: int) -> None:
     """The host vanishes; its two members are lost by their leases, and two others have everything."""
     wait_whole(job, 4)
     wait_steps(job, 2)
@@ -77,7 +66,7 @@ def test_a_host_under_pdsh(tmp_path: Path, reference: Reference, machines: Machi
         launch = [bamboo_command(), "launch", "--store", etcd.url, "--job", "pdsh", "--events", events]
         deepspeed = ["deepspeed", "--hostfile", str(tmp_path / "hostfile"), "--master_port", str(free_port())]
         words, told = script(tmp_path), secret(tmp_path)
-        with RealJob(tmp_path, [*launch, "--", *deepspeed, *words], words, "pdsh", machines, told) as job:
+        with LaunchedJob(tmp_path, [*launch, "--", *deepspeed, *words], words, "pdsh", machines.path, told) as job:
             lose(job, machines, 1)
             options = ["--store", etcd.url, "--job", "pdsh", "--events", events]
             command = job.shell([bamboo_command(), "join", *options, *job.command], **told)
@@ -100,11 +89,11 @@ def test_a_host_under_torchrun(tmp_path: Path, reference: Reference, machines: M
         told = secret(tmp_path)
         told |= {"BAMBOO_STORE": etcd.url, "BAMBOO_JOB": "torchrun", "BAMBOO_EVENTS": str(tmp_path / "events.jsonl")}
 
-        def node(job: RealJob, rank: int) -> list[str]:
+        def node(job: LaunchedJob, rank: int) -> list[str]:
             command = ["torchrun", "--nnodes", "2", "--node-rank", str(rank), "--nproc-per-node", "2", *rendezvous]
             return machines.ssh(rank, job.shell([*command, *job.command], **told))
 
-        with RealJob(tmp_path, lambda job: node(job, 0), script(tmp_path), "torchrun", machines) as job:
+        with LaunchedJob(tmp_path, lambda job: node(job, 0), script(tmp_path), "torchrun", machines.path) as job:
             job.joiners.append(job.start(node(job, 1), "node-1"))
             lose(job, machines, 1)
             (tmp_path / "go").touch()

@@ -90,16 +90,6 @@ def test_kubernetes() -> None:
     assert checked("prometheus-operator", _MONITOR, given=json.dumps(monitor)) == monitor
 
 
-@pytest.mark.tools("kubernetes-validate")
-def test_a_wrong_manifest_is_refused(tmp_path: Path) -> None:
-    """Kubernetes' schemas refuse a field that does not exist."""
-    wrong = tmp_path / "wrong.yaml"
-    assert text("kubernetes/gpt.yaml").count("minAvailable") == 1
-    wrong.write_text(text("kubernetes/gpt.yaml").replace("minAvailable", "minAvailble"))
-    with pytest.raises(AssertionError, match="minAvailble"):
-        validated(wrong)
-
-
 @pytest.mark.tools("helm-python-sdk", "kubernetes-validate")
 def test_chart(tmp_path: Path) -> None:
     """Helm lints and renders the chart: the objects of the manifest; other values, and wrong ones."""

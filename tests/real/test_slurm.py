@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from ..support.jobs import TRAIN, Result, bamboo_command, slow_until, write_config
+from ..support.jobs import TRAIN, Reference, bamboo_command, slow_until, write_config
+from ..support.launching import LaunchedJob
 from ..support.recipes import CLUSTER
 from ..support.watching import PATIENCE_S, assert_exact, wait_lost, wait_steps, wait_whole
-from .machines import Machines, RealJob
+from .machines import Machines
 from .slurm import Slurm
-
-Reference = Callable[..., Result]
 
 pytestmark = [
     pytest.mark.claim("guides/clusters.md", "guides/launchers.md"),
@@ -37,14 +36,14 @@ def slurm(tmp_path: Path, machines: Machines) -> Iterator[Slurm]:
         yield cluster
 
 
-def launched(folder: Path, machines: Machines, slurm: Slurm, stages: int, script: Path, *more: str) -> RealJob:
+def launched(folder: Path, machines: Machines, slurm: Slurm, stages: int, script: Path, *more: str) -> LaunchedJob:
     """The job, one task per stage."""
     config = write_config(folder, BLOCK, MICRO_BATCHES)
     launch = [bamboo_command(), "launch", "--address", machines.outside, "--job", "slurm"]
     command = [*launch, "--events", str(folder / "events.jsonl"), "--", *SRUN, "-n", str(stages), sys.executable, "-u"]
     words = [str(script), "--deepspeed_config", str(config), "--out", str(folder), "--stages", str(stages)]
     words += [*ARGUMENTS, *more]
-    return RealJob(folder, [*command, *words], words, "slurm", machines, slurm.variables)
+    return LaunchedJob(folder, [*command, *words], words, "slurm", machines.path, slurm.variables)
 
 
 def test_losses(tmp_path: Path, reference: Reference, machines: Machines, slurm: Slurm) -> None:
@@ -101,7 +100,7 @@ def test_a_loss_while_engines_are_built(tmp_path: Path, reference: Reference, ma
     assert_exact(result, reference(2, 1, MICRO_BATCHES, *ARGUMENTS, *result.length))
 
 
-def submitted(folder: Path, machines: Machines, slurm: Slurm, recipe: str, *options: str, **told: str) -> RealJob:
+def submitted(folder: Path, machines: Machines, slurm: Slurm, recipe: str, *options: str, **told: str) -> LaunchedJob:
     """The job of a recipe's script; the process is that of ``sbatch``, which waits for its end."""
     config = write_config(folder, BLOCK, MICRO_BATCHES)
     words = [str(TRAIN), "--deepspeed_config", str(config), "--out", str(folder), "--stages", str(STAGES)]
@@ -111,7 +110,7 @@ def submitted(folder: Path, machines: Machines, slurm: Slurm, recipe: str, *opti
     secret.write_text(os.urandom(32).hex())
     told |= {"BAMBOO_SECRET_FILE": str(secret), "BAMBOO_EVENTS": str(folder / "events.jsonl")}
     command = ["sbatch", "--wait", *options, str(CLUSTER / "slurm" / recipe), *words]
-    return RealJob(folder, command, words, "gpt", machines, slurm.variables | told)
+    return LaunchedJob(folder, command, words, "gpt", machines.path, slurm.variables | told)
 
 
 def test_the_array_of_the_recipe(tmp_path: Path, reference: Reference, machines: Machines, slurm: Slurm) -> None:

@@ -6,7 +6,6 @@ With ``BAMBOO_SCREENSHOTS`` set to a folder, pictures of both are put there: tho
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -236,7 +235,6 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         command = [bamboo_command(), "top", "--job", job.name, "--once"]
         wide = {**job.env, "COLUMNS": "80"}
         told = subprocess.run(command, env=wide, capture_output=True, text=True, check=True, timeout=60).stdout
-        print(told)
         assert "losses 1" in told and "next loss: any one member can be lost" in told
         assert browser.complaints() == []
         leader = next(m for m in job.status()["members"] if m["leader"])
@@ -269,10 +267,3 @@ def test_a_job_that_loses_members(browser: Browser, tmp_path: Path) -> None:
         result = job.finish()
         browser.until("that is said", lambda: "It was about to end" in browser.text("#banner"))
     assert result.exit_code == 143
-
-
-def test_what_is_missing_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    from ..support import browser
-
-    monkeypatch.setattr(shutil, "which", lambda name: None)
-    assert "apt-get install chromium chromium-driver" in str(browser.why_not())

@@ -16,6 +16,8 @@ from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import Candidate, Layout, Plan, initial_plan, with_redundancy
 from bamboo_ds.variables import ENV_MEMBER
 
+from .records import member
+
 #: An agent: starts a worker that dies with it, tells its process id, waits.
 AGENT = """
 import ctypes, subprocess, sys
@@ -45,17 +47,7 @@ except ChaosException:
 
 def record(slot: int, pid: int = 0, agent_pid: int = 0, host: str = "here", **more: Any) -> MemberRecord:
     """A member's record."""
-    return MemberRecord(
-        id=f"m{slot}",
-        slot=slot,
-        host=host,
-        address="127.0.0.1",
-        pid=pid,
-        agent_pid=agent_pid,
-        incarnation="0",
-        home=slot,
-        **more,
-    )
+    return member(f"m{slot}", slot, pid=pid, agent_pid=agent_pid, host=host, home=slot, **more)
 
 
 @contextmanager

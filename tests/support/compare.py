@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -27,36 +28,44 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [f"{path}: {a} and {b}"]
 
 
-def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]) -> None:
-    """The job had exactly these faults, survived them, and computed what ``reference`` computed.
-
-    Losses on every survivor; parameters, buffers, optimizer state, learning rates and counters of every role at its
-    owner, and of every replica; the samples that every worker read.
+def assert_computed(result: Result, reference: Result) -> None:
+    """What is left of the job has computed what ``reference`` has: losses from the step on with which a worker began;
+    parameters, buffers, optimizer state, learning rates and counters of every role at its owner, and of every replica.
     """
+    tail = result.output[-6000:]
+    plain, roles, replicas = reference.ranks()[0]["losses"], reference.roles(), result.replicas()
+    survivors = [*result.ranks().values(), *result.joined()]
+    assert survivors, tail
+    for dump in survivors:
+        assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :], tail
+    assert differences(roles, result.roles()) == [], tail
+    assert differences({role: roles[role] for role in replicas}, replicas) == [], tail
+
+
+def assert_read(result: Result, reference: Result, lost: Collection[int]) -> None:
+    """Every worker has read the samples that it has to, those of ``lost`` ranks the first of them."""
+    read = result.samples()
+    for rank, indices in reference.samples().items():
+        mine = read.get(rank, [])
+        assert mine == (indices[: len(mine)] if rank in lost else indices), f"rank {rank} read other samples"
+
+
+def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]) -> None:
+    """The job had exactly these faults, survived them, and computed from its first step what ``reference`` computed."""
     tail = result.output[-4000:]
     assert result.exit_code == 0, tail
     assert result.events("step"), "the engine was DeepSpeed's own"
     assert result.faults() == sorted(mark(f) for f in faults), tail
-    told_losses = {event["loss"] for event in result.events("step")}
     lost = {f["rank"] for f in faults}
     expected, found = reference.ranks(), result.ranks()
     assert set(found) == set(expected) - lost, tail
-    plain = expected[0]
+    assert_computed(result, reference)
     for rank, dump in found.items():
-        assert dump["losses"] == plain["losses"], f"rank {rank}"
-        assert dump["evaluations"] == plain["evaluations"], f"rank {rank}"
-    assert told_losses <= set(plain["losses"]), "events tell other losses than train_batch returns"
-    roles = reference.roles()
-    assert set(result.roles()) == set(roles)
-    assert differences(roles, result.roles()) == [], differences(roles, result.roles())
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
+        for what in ("losses", "evaluations"):
+            assert dump[what] == expected[0][what], f"{what} of rank {rank}"
+    told_losses = {event["loss"] for event in result.events("step")}
+    assert told_losses <= set(expected[0]["losses"]), "events tell other losses than train_batch returns"
     told = [int(event["member_id"][1:].partition("-")[0]) for event in result.events("member_lost")]
     # A worker that only draws batches, in a further slot, ends with the member that has started it.
     assert sorted(slot for slot in told if slot in expected) == sorted(lost), tail
-    read = result.samples()
-    for rank, indices in reference.samples().items():
-        if rank in lost:
-            assert read.get(rank, []) == indices[: len(read.get(rank, []))], f"rank {rank} read other samples"
-        else:
-            assert read[rank] == indices, f"rank {rank} read other samples"
+    assert_read(result, reference, lost)

@@ -23,7 +23,6 @@ import pytest
 
 from .patience import Patience
 from .processes import start as start_process
-from .times import note
 
 WORKER = Path(__file__).with_name("plain_worker.py")
 #: Several test suites may share two cores.
@@ -60,7 +59,6 @@ class Job:
         }
         command = [*BAMBOO, "run", "-n", str(world), "--events", str(self.events_file), *options]
         self.log = open(folder / "log.txt", "wb")  # noqa: SIM115
-        self._begun = time.monotonic()
         self.process = start_process(
             [*command, str(WORKER), str(self.runtime / "s")],
             self.environment,
@@ -249,7 +247,6 @@ class Job:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         self.process.wait()
-        note("job of plain workers", time.monotonic() - self._begun, getattr(self.process, "cpu_s", 0.0))
         self._waker.send(b"x")
         self._thread.join()
         for sock in (self._listener, self._wake, self._waker, *self._lines.values()):
@@ -277,8 +274,11 @@ def wait_gone(job: Job, timeout_s: float) -> float:
     return time.monotonic() - begin
 
 
+Start = Callable[..., Job]
+
+
 @pytest.fixture
-def start(tmp_path: Path) -> Iterator[Callable[..., Job]]:
+def start(tmp_path: Path) -> Iterator[Start]:
     """Starts jobs; after the test nothing of them may be left."""
     jobs: list[Job] = []
 

@@ -5,19 +5,17 @@ Fixtures made of it are in ``fixtures.py``.
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import json
 import os
-import select
 import shutil
 import signal
-import socket
 import subprocess
 import threading
 import time
 import urllib.request
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -30,7 +28,6 @@ from bamboo_ds.store.supervisor import die_with_parent
 from .patience import Patience
 from .ports import free_port
 from .processes import wait_stopped
-from .times import note
 
 _names = itertools.count()
 
@@ -53,11 +50,9 @@ class EtcdServer:
 
     def start(self) -> EtcdServer:
         """Start, also again on the old data, and wait until it serves."""
-        begin = time.monotonic()
         self.spawn()
         if self._scheme == "http":
             wait_healthy(self.endpoint, 20.0, self.check)
-        note("etcd: start", time.monotonic() - begin)
         return self
 
     def spawn(self) -> None:
@@ -177,98 +172,84 @@ class Proxy:
 
     def __init__(self, port: int) -> None:
         self._target = port
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.mode = self._wanted = "pass"
+        self.mode = "pass"
         self.swallowed = self.delayed = self.accepted = 0
-        self._wake, self._waker = socket.socketpair()
-        self._done = False
         self._changed = threading.Condition()
-        self._applied = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="test-proxy")
+        self._ends: set[asyncio.StreamWriter] = set()
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="test-proxy")
         self._thread.start()
+        self._server = self._run(asyncio.start_server(self._connected, "127.0.0.1", 0))
+        self.url = f"http://127.0.0.1:{self._server.sockets[0].getsockname()[1]}"
+
+    def _run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
+        return asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
 
     def set(self, mode: str) -> None:
         """Change the mode; in force at the return."""
-        self._applied.clear()
-        self._wanted = mode
-        self._waker.send(b"x")
-        assert self._applied.wait(10), "the proxy hangs"
+
+        async def change() -> None:
+            self.mode = mode
+            if mode == "cut":
+                self._drop(self._ends)
+
+        self._run(change())
 
     def wait_swallowed(self, timeout_s: float = 10.0) -> None:
         """Wait until an answer has been swallowed: the fault has happened."""
         with self._changed:
             assert self._changed.wait_for(lambda: self.swallowed > 0, timeout_s), "no answer was swallowed"
 
-    def _run(self) -> None:
-        upstream: dict[socket.socket, socket.socket] = {}
-        pairs: dict[socket.socket, socket.socket] = {}
+    @staticmethod
+    def _drop(ends: Iterable[asyncio.StreamWriter]) -> None:
+        for end in ends:
+            end.transport.abort()
 
-        def drop(one: socket.socket) -> None:
-            for end in (one, pairs.get(one)):
-                if end is not None:
-                    pairs.pop(end, None)
-                    upstream.pop(end, None)
-                    end.close()
+    async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.accepted += 1
+        ends = {writer}
+        try:
+            answers, server = await asyncio.open_connection("127.0.0.1", self._target)
+            ends.add(server)
+            if self.mode == "cut":
+                return
+            self._ends |= ends
+            passing = [asyncio.ensure_future(self._pass(*way)) for way in ((reader, server), (answers, writer, True))]
+            await asyncio.wait(passing, return_when=asyncio.FIRST_COMPLETED)
+            self._drop(ends)
+            await asyncio.gather(*passing, return_exceptions=True)
+        except OSError:
+            return  # nobody listens behind it
+        finally:
+            self._drop(ends)
+            self._ends -= ends
 
-        late: deque[tuple[float, socket.socket, bytes]] = deque()
-        while not self._done:
-            timeout = max(0.0, late[0][0] - time.monotonic()) if late else None
-            ready, _, _ = select.select([self._listener, self._wake, *pairs], [], [], timeout)
-            while late and late[0][0] <= time.monotonic():
-                _, sock, data = late.popleft()
-                if sock in pairs:
-                    try:
-                        pairs[sock].sendall(data)
-                    except OSError:
-                        drop(sock)
-            for sock in ready:
-                if sock is self._wake:
-                    self._wake.recv(64)
-                    self.mode = self._wanted  # here, so that nothing passes between a hole and the cut behind it
-                    if self.mode == "cut":
-                        for one in list(pairs):
-                            drop(one)
-                    self._applied.set()
-                elif sock is self._listener:
-                    client, _ = sock.accept()
-                    self.accepted += 1
-                    try:
-                        if self.mode == "cut":
-                            raise ConnectionError
-                        server = socket.create_connection(("127.0.0.1", self._target))
-                    except OSError:
-                        client.close()
-                        continue
-                    pairs[client], pairs[server] = server, client
-                    upstream[server] = client
-                elif sock in pairs:
-                    try:
-                        data = sock.recv(65536)
-                        if not data:
-                            raise ConnectionError
-                        answer = sock in upstream
-                        if self.mode == "hole" or (self.mode == "deaf" and answer):
-                            with self._changed:
-                                self.swallowed += 1
-                                self._changed.notify_all()
-                        elif answer and (late or self.mode == "slow"):
-                            self.delayed += 1
-                            due = time.monotonic() + (self.delay_s if self.mode == "slow" else 0.0)
-                            late.append((max(due, late[-1][0] if late else 0.0), sock, data))
-                        else:
-                            pairs[sock].sendall(data)
-                    except OSError:
-                        drop(sock)
-        for one in list(pairs):
-            drop(one)
+    async def _pass(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, answers: bool = False) -> None:
+        due = 0.0
+        while data := await reader.read(65536):
+            if self.mode == "hole" or (self.mode == "deaf" and answers):
+                with self._changed:
+                    self.swallowed += 1
+                    self._changed.notify_all()
+            elif answers and (self.mode == "slow" or due > self._loop.time()):
+                self.delayed += 1
+                due = max(due, self._loop.time() + (self.delay_s if self.mode == "slow" else 0.0))
+                self._loop.call_at(due, writer.write, data)
+            else:
+                writer.write(data)
+                await writer.drain()
 
     def close(self) -> None:
-        self._done = True
-        self._waker.send(b"x")
+        async def end() -> None:
+            self.mode = "cut"
+            self._server.close()
+            self._drop(self._ends)
+            await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()}, return_exceptions=True)
+
+        self._run(end())
+        self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
-        for sock in (self._listener, self._wake, self._waker):
-            sock.close()
+        self._loop.close()
 
     def __enter__(self) -> Proxy:
         return self

@@ -1,4 +1,4 @@
-"""Pytest fixtures around etcd; a test module gets them by ``pytest_plugins = ["tests.support.fixtures"]``."""
+"""Pytest fixtures around etcd."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import fcntl
 import functools
 import gc
 import importlib
@@ -155,7 +156,8 @@ def become(arguments: Sequence[str], environment: Mapping[str, str], keep: Colle
         traceback.print_exc()
         os._exit(127)
     arguments = list(arguments)
-    if _becomes_an_agent(arguments):
+    program, *rest = _words(arguments)
+    if program in ("bamboo", _COMMAND) and rest[:1] == ["join"]:
         arguments, environment = _as_child(arguments)
         os.environ.clear()
         os.environ.update(environment)
@@ -203,11 +205,6 @@ def _forget_parent() -> None:
     tempfile.tempdir = None
     numpy.random.seed()
     torch.seed()  # as at a start: another one in every process
-
-
-def _becomes_an_agent(arguments: Sequence[str]) -> bool:
-    program, *rest = _words(arguments)
-    return program in ("bamboo", _COMMAND) and rest[:1] == ["join"]
 
 
 def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -338,7 +335,7 @@ def _begin(request: dict[str, Any], received: list[int]) -> NoReturn:
     """The new process: take its descriptors and become its program."""
     try:
         os.setsid()
-        high = [fcntl_dup(fd) for fd in received]
+        high = [fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD) for fd in received]
         for fd, wanted in zip(high, [0, 1, 2, *request["pass_fds"]], strict=True):
             os.dup2(fd, wanted)
         os.chdir(request["cwd"])
@@ -351,13 +348,6 @@ def _begin(request: dict[str, Any], received: list[int]) -> NoReturn:
         traceback.print_exc()
         os._exit(127)
     become(request["arguments"], request["environment"], request["pass_fds"])
-
-
-def fcntl_dup(fd: int) -> int:
-    """A copy of a descriptor with a high number."""
-    import fcntl
-
-    return fcntl.fcntl(fd, fcntl.F_DUPFD, _HIGH_FD)
 
 
 def serve(control: socket.socket) -> NoReturn:
@@ -381,10 +371,9 @@ def serve(control: socket.socket) -> NoReturn:
     def reap(pid: int, answer: socket.socket, pidfd: int) -> None:
         selector.unregister(pidfd)
         os.close(pidfd)
-        _, status, used = os.wait4(pid, 0)  # with what it has waited for itself
-        end = {"status": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
         with contextlib.suppress(BrokenPipeError), answer:
-            answer.send(json.dumps(end).encode())
+            answer.send(str(code).encode())
 
     selector.register(control.fileno(), selectors.EVENT_READ, fork)
     while True:

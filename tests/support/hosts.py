@@ -30,7 +30,7 @@ from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.embedded import EmbeddedEtcd
 
-from .jobs import DEADLINE_S, MARK, TRAIN, Result, RunningJob, TemporaryFolder, environment, marked
+from .jobs import DEADLINE_S, TRAIN, Result, RunningJob, marked
 from .patience import Patience
 from .processes import Process, parent_pid, start
 from .settings import agent as settings_of
@@ -50,23 +50,11 @@ def why_not() -> str | None:
         return "the command `ip` is missing: install iproute2 (apt-get install iproute2)"
     if os.geteuid() != 0:
         return "network namespaces need root: run these tests as root, or under `sudo -E` or `unshare -rnm`"
-    name = f"bds-try-{os.getpid()}"
-    tries = [
-        ["netns", "add", name],
-        ["link", "add", f"bdst{os.getpid()}", "type", "bridge"],
-        ["link", "delete", f"bdst{os.getpid()}"],
-        ["netns", "exec", name, "true"],
-        ["netns", "delete", name],
-    ]
     try:
-        for words in tries:
-            done = subprocess.run(["ip", *words], capture_output=True, text=True, check=False)
-            if done.returncode:
-                said = done.stderr.strip()
-                return f"no network namespaces here: `ip {' '.join(words)}` says {said!r}; CAP_SYS_ADMIN is needed"
-    finally:
-        for words in (["link", "delete", f"bdst{os.getpid()}"], ["netns", "delete", name]):
-            subprocess.run(["ip", *words], capture_output=True, check=False)  # if it was made at all
+        with Hosts(1) as hosts:
+            ip("netns", "exec", hosts.name(0), "true")
+    except AssertionError as error:
+        return f"no network namespaces here: {error}; CAP_SYS_ADMIN is needed"
     return None
 
 
@@ -178,19 +166,14 @@ class HostJob(RunningJob):
         script: Path = TRAIN,
         settings: Mapping[str, Any] | None = None,
     ) -> None:
-        self.folder = folder
-        self._events, self._parsed = [], 0
+        self._prepare(folder, f"job-{os.urandom(4).hex()}")
         self.hosts = hosts
-        self.name = f"job-{os.urandom(4).hex()}"
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
-        self.joiners = []
         self.agents: list[Process] = []
         self._results: list[IO[bytes]] = []
-        temporary = TemporaryFolder(folder)
-        self.env = environment() | {MARK: str(folder)} | temporary.variables
         self._settings, self._world, self._config = dict(settings or {}), len(places), str(config)
         with ExitStack() as begun:
-            begun.callback(temporary.close)
+            begun.callback(self._temporary.close)
             self.secret = JobSecret.new()
             self.etcd = begun.enter_context(
                 EmbeddedEtcd(hosts.outside, certificates=certificates_of(self.secret, namespace(self.name)))
@@ -279,8 +262,11 @@ class HostJob(RunningJob):
                 yield psutil.Process(agent.pid)
 
 
+MakeHosts = Callable[[int], Hosts]
+
+
 @pytest.fixture
-def make_hosts() -> Iterator[Callable[[int], Hosts]]:
+def make_hosts() -> Iterator[MakeHosts]:
     """Makes so many hosts, gone after the test; skips it where there can be none."""
     reason = why_not()
     if reason is not None:

@@ -25,7 +25,6 @@ from .patience import Patience
 from .ports import free_port
 from .processes import Process, start
 from .stacks import stacks
-from .times import note, note_phases
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -129,12 +128,16 @@ class Result:
         return {int(f.stem.split("-")[1]): [int(x) for x in f.read_text().split()] for f in files}
 
 
+#: The fixture of undisturbed runs.
+Reference = Callable[..., Result]
+
+
 def run_stock(folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN) -> Result:
     """The job without bamboo: ``world`` plain processes, forked from one that has done their imports."""
     command = [sys.executable, str(SUPPORT / "stock.py"), "-n", str(world), "--logs", str(folder), str(script)]
     command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
-    env = environment() | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    begin = time.monotonic()
+    temporary = TemporaryFolder(folder)  # the workers of DataLoaders are killed at its end, and leave theirs behind
+    env = environment() | temporary.variables | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     with open(folder / "log.txt", "wb") as log:
         process = start(command, env, log.fileno(), stock=True)
     try:
@@ -142,7 +145,8 @@ def run_stock(folder: Path, world: int, arguments: list[str], config: Path, scri
     except subprocess.TimeoutExpired:
         process.kill()  # the kernel ends the ranks with it
         raise
-    note("undisturbed run", time.monotonic() - begin, process.cpu_s)
+    finally:
+        temporary.close()
     output = "".join(log.read_text(errors="replace") for log in sorted(folder.glob("log*.txt")))
     return Result(folder, code, output)
 
@@ -157,13 +161,6 @@ def start_bamboo(arguments: Sequence[str], env: Mapping[str, str], log: Path) ->
     """Start a ``bamboo`` command."""
     with open(log, "wb") as file:
         return start([sys.executable, bamboo_command(), *arguments], env, file.fileno())
-
-
-def note_job(process: Process, begin: float, events: Path) -> None:
-    """Note what a job has taken that began at ``begin``, in monotonic seconds."""
-    seconds = time.monotonic() - begin
-    lines = events.read_text().splitlines() if events.exists() else ()
-    note_phases(map(json.loads, lines), seconds, getattr(process, "cpu_s", 0.0))
 
 
 class TemporaryFolder:
@@ -198,7 +195,6 @@ def run_bamboo(
     env = environment() | {MARK: str(folder)} | temporary.variables
     shared = in_memory()
     file = folder / "run.log"
-    begin = time.monotonic()
     done = start_bamboo(command, env, file)
     try:
         done.wait(timeout)
@@ -214,9 +210,7 @@ def run_bamboo(
     wait_until(lambda: not in_memory() - shared, f"the job left files behind: {in_memory() - shared}")
     assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
     assert done.returncode is not None
-    result = Result(folder, done.returncode, file.read_text(errors="replace"))
-    note_job(done, begin, folder / "events.jsonl")
-    return result
+    return Result(folder, done.returncode, file.read_text(errors="replace"))
 
 
 def run_text(
@@ -233,11 +227,15 @@ def run_text(
 class RunningJob:
     """A job under ``bamboo run`` that a test acts upon while it runs. Use it in a ``with`` statement.
 
+    Attributes:
+        files_left: temporary files that its processes have left behind.
+
     Args:
         options: more options of ``bamboo run``.
         variables: more environment variables.
     """
 
+    files_left: set[str]
     _events: list[dict[str, Any]]
     _parsed: int  # bytes of the event file
     _reading = threading.Lock()  # threads of tests ask, too
@@ -253,15 +251,20 @@ class RunningJob:
         options: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self.folder = folder
+        self._prepare(folder, f"job-{os.urandom(4).hex()}", variables)
+        self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
+        usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
+        self.process = self._start("run", ["-n", str(world), *usual, *options], "run")
+
+    def _prepare(self, folder: Path, name: str, variables: Mapping[str, str] | None = None) -> None:
+        """What jobs have however they are started."""
+        self.folder, self.name = folder, name
+        self.events_file = folder / "events.jsonl"
         self._events, self._parsed = [], 0
         self._temporary = TemporaryFolder(folder)
-        self.env = environment() | {MARK: str(folder)} | self._temporary.variables | dict(variables or {})
-        self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
-        self.name = f"job-{os.urandom(4).hex()}"
-        usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
-        self._begun = time.monotonic()
-        self.process = self._start("run", ["-n", str(world), *usual, *options], "run")
+        #: What makes processes those of this job.
+        self.marks = {MARK: str(folder), **self._temporary.variables}
+        self.env = environment() | self.marks | dict(variables or {})
         self.joiners: list[Process] = []
 
     def _start(self, command: str, options: list[str], log: str) -> Process:
@@ -282,8 +285,7 @@ class RunningJob:
 
     def events(self, kind: str | None = None) -> list[dict[str, Any]]:
         """Events so far; a line that is being written is left out. Each is parsed once: tests ask often."""
-        path = self.folder / "events.jsonl"
-        with self._reading, contextlib.suppress(FileNotFoundError), open(path, "rb") as file:
+        with self._reading, contextlib.suppress(FileNotFoundError), open(self.events_file, "rb") as file:
             file.seek(self._parsed)
             whole = file.read().rpartition(b"\n")[0]
             if whole:
@@ -324,7 +326,6 @@ class RunningJob:
                 joiner.wait(30)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs:\n{self.report()}") from None
-        note_job(self.process, self._begun, self.folder / "events.jsonl")
         return Result(self.folder, code, self.output())
 
     def __enter__(self) -> RunningJob:
@@ -335,9 +336,11 @@ class RunningJob:
             if process.poll() is None:
                 process.terminate()
                 process.wait(30)
-        self._temporary.close()
-        if kind is None:
-            assert not marked(str(self.folder)), f"the job left processes behind: {marked(str(self.folder))}"
+        try:
+            if kind is None:
+                wait_until(lambda: not marked(str(self.folder)), "none of the job's processes is left", 20.0)
+        finally:
+            self.files_left = self._temporary.close()
 
 
 def in_memory() -> set[str]:

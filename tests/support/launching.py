@@ -1,18 +1,19 @@
-"""Jobs that another launcher than ``bamboo run`` starts, of a script that knows nothing of bamboo."""
+"""Jobs that another launcher than ``bamboo run`` starts, and a script that knows nothing of bamboo."""
 
 from __future__ import annotations
 
-import contextlib
 import json
+import os
+import shlex
+import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import psutil
 
-from .jobs import DEADLINE_S, MARK, TemporaryFolder, environment, marked, stacks_of
+from .jobs import RunningJob, processes_of
 
 #: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks. Steps take 0.2 s each until the
 #: file ``--slow-until`` exists.
@@ -59,102 +60,77 @@ def losses(folder: Path) -> dict[int, list[float]]:
     return {int(f.stem.split("-")[1]): json.loads(f.read_text()) for f in folder.glob("losses-*.json")}
 
 
-class LaunchedJob:
-    """A job under a launcher. Use it in a ``with`` statement: after it no process of the job may be left.
+class LaunchedJob(RunningJob):
+    """A job under any launcher. Use it in a ``with`` statement: after it no process of the job may be left.
 
     Args:
-        folder: for the log, events and results; the working directory.
-        command: the launcher's whole command line.
+        folder: for logs, events and results; the working directory.
+        command: what starts the job, or gives it.
+        script: the script with its arguments.
+        name: of the job.
+        path: a folder in front of PATH.
+        variables: more environment variables.
     """
 
-    def __init__(self, folder: Path, command: Sequence[str], variables: Mapping[str, str] | None = None) -> None:
-        self.folder = folder
-        self.events_file = folder / "events.jsonl"
-        self._temporary = TemporaryFolder(folder)
-        env = environment() | self._temporary.variables | {MARK: str(folder), "BAMBOO_EVENTS": str(self.events_file)}
-        env["PATH"] = f"{Path(sys.executable).parent}:{env['PATH']}"
-        with open(folder / "log.txt", "wb") as log:
-            self.process = subprocess.Popen(
-                command, env=env | dict(variables or {}), stdout=log, stderr=subprocess.STDOUT, cwd=folder
+    def __init__(
+        self,
+        folder: Path,
+        command: Sequence[str] | Callable[[LaunchedJob], Sequence[str]],
+        script: Sequence[str],
+        name: str,
+        path: Path | None = None,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._prepare(folder, name, variables)
+        folders = [*([path] if path else ()), Path(sys.executable).parent, self.env["PATH"]]
+        self.env["PATH"] = os.pathsep.join(map(str, folders))
+        self.command = list(script)
+        self.process = self.start(command(self) if callable(command) else command, "run")
+
+    def start(self, command: Sequence[str], log: str) -> subprocess.Popen[bytes]:
+        """Start a process of the job, with its output in a file of the job."""
+        with open(self.folder / f"{log}.log", "wb") as file:
+            return subprocess.Popen(
+                command,
+                env=self.env,
+                cwd=self.folder,
+                stdin=subprocess.DEVNULL,
+                stdout=file,
+                stderr=file,
+                start_new_session=True,
             )
 
-    def output(self) -> str:
-        """Everything that was printed."""
-        return (self.folder / "log.txt").read_text(errors="replace")
-
-    def events(self, kind: str) -> list[dict[str, object]]:
-        """Events of one kind so far; a line that is being written is left out."""
-        text = self.events_file.read_text() if self.events_file.exists() else ""
-        found = [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
-        return [event for event in found if event["event"] == kind]
-
-    def wait_for_step(self, step: int) -> None:
-        """Return as soon as the job has reported ``step``."""
-        deadline = time.monotonic() + DEADLINE_S
-        while not any(int(str(event["step"])) >= step for event in self.events("step")):
-            assert self.alive(), f"the job ended before step {step}:\n{self.output()[-6000:]}"
-            assert time.monotonic() < deadline, f"the job did not come to step {step}:\n{self.output()[-6000:]}"
-            time.sleep(0.002)  # a poll of the file, not a synchronisation
-
-    def alive(self) -> bool:
-        """Whether the launcher runs."""
-        return self.process.poll() is None
+    def shell(self, command: Sequence[str], **variables: str) -> str:
+        """The command for a shell of another host, in the job's folder and with the environment that it needs there."""
+        needed = ("OMP_NUM_THREADS", "DS_ACCELERATOR", "PYTHONPATH", "PATH", "PYTHONUNBUFFERED")
+        told = {name: self.env[name] for name in needed if name in self.env} | self.marks | variables
+        setting = " ".join(f"{name}={shlex.quote(value)}" for name, value in told.items())
+        return f"cd {shlex.quote(str(self.folder))} && exec env {setting} {shlex.join(command)}"
 
     def workers(self) -> dict[int, psutil.Process]:
         """The workers by rank."""
-        return self._children_of(lambda command: "bamboo_ds.control.agent" in command, "BAMBOO_MEMBER")
+        return self.children_of("bamboo_ds.control.agent")
 
-    def launched(self) -> dict[int, psutil.Process]:
-        """The processes that the launcher itself has started, by rank."""
-        launchers = {"deepspeed.launcher.launch", "torchrun", "srun.py"}
+    def tasks(self) -> dict[int, psutil.Process]:
+        """The rank supervisors by rank: what the processes have become that the launcher had started."""
+        return {rank: parent for rank, agent in self._agents().items() if (parent := agent.parent()) is not None}
 
-        def launches(command: list[str]) -> bool:
-            names = {Path(part).name for part in command}
-            return bool(launchers & names) and "bamboo" not in names  # `bamboo launch -- torchrun …`
+    def _agents(self) -> dict[int, psutil.Process]:
+        return {rank: parent for rank, each in self.workers().items() if (parent := each.parent()) is not None}
 
-        return self._children_of(launches, "RANK")
-
-    def _children_of(self, is_parent: Callable[[list[str]], bool], variable: str) -> dict[int, psutil.Process]:
+    def children_of(self, parent: str) -> dict[int, psutil.Process]:
+        """The job's processes by rank whose parent has that word on its command line."""
         found = {}
-        for rank, process in self._by_rank(variable):
-            with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
-                parent = process.parent()
-                if parent is not None and is_parent(parent.cmdline()):
-                    found[rank] = process
-        return found
-
-    def _by_rank(self, variable: str) -> list[tuple[int, psutil.Process]]:
-        found = []
-        for process in psutil.process_iter():
+        for process in processes_of(str(self.folder)):
             try:
-                env = process.environ()
-                if env.get(MARK) == str(self.folder) and "RANK" in env and variable in env:
-                    found.append((int(env["RANK"]), process))
-            except (psutil.NoSuchProcess, psutil.AccessDenied):
-                continue  # it has ended meanwhile, or is not ours
+                above, rank = process.parent(), process.environ().get("RANK")
+                if rank is not None and above is not None and parent in above.cmdline():
+                    found[int(rank)] = process
+            except psutil.NoSuchProcess:
+                continue  # it has ended meanwhile
         return found
 
-    def exit_code(self) -> int:
-        """Wait for the launcher's end."""
-        try:
-            return self.process.wait(DEADLINE_S)
-        except subprocess.TimeoutExpired:
-            where = stacks_of(str(self.folder))
-            raise AssertionError(f"the job hangs:\n{self.output()[-6000:]}\n{where}") from None
-
-    def __enter__(self) -> LaunchedJob:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        if self.alive():
-            self.process.terminate()
-            self.process.wait(60)
-        deadline = time.monotonic() + 20
-        while left := marked(str(self.folder)):
-            if time.monotonic() > deadline:
-                break
-            time.sleep(0.05)  # a poll of the process table
-        files = self._temporary.close()
-        if kind is None:
-            assert not left, f"the job left processes behind: {left}"
-            assert not files, f"the job left files behind: {files}"
+    def strike(self, process: psutil.Process) -> None:
+        """SIGKILL; returns when the process is gone."""
+        process.send_signal(signal.SIGKILL)
+        process.wait(30)

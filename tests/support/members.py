@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from .jobs import MARK, RunningJob, TemporaryFolder, environment, start_bamboo
+from .jobs import RunningJob, start_bamboo
 from .processes import Process
 
 
@@ -20,12 +19,7 @@ class MembersJob(RunningJob):
     """
 
     def __init__(self, folder: Path, name: str, variables: Mapping[str, str]) -> None:
-        self.folder, self.name = folder, name
-        self._events, self._parsed, self._begun = [], 0, time.monotonic()
-        self._temporary = TemporaryFolder(folder)
-        told = {MARK: str(folder), "BAMBOO_EVENTS": str(folder / "events.jsonl"), **self._temporary.variables}
-        self.env = environment() | told | dict(variables)
-        self.joiners = []
+        self._prepare(folder, name, {"BAMBOO_EVENTS": str(folder / "events.jsonl"), **variables})
 
     def member(self, arguments: Sequence[str], **variables: str) -> Process:
         """One more member, by the ``arguments`` of ``bamboo``. The job is over when the first one is."""

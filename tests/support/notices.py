@@ -5,33 +5,24 @@ from __future__ import annotations
 import asyncio
 import logging
 import queue
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
-
-import aiohttp
 
 from bamboo_ds.control.loop import AgentLoop
 from bamboo_ds.control.notices import Notice, NoticeSource, NoticeWatcher
 from bamboo_ds.control.notices.transport import open_session
 
-T = TypeVar("T")
 POLL_S = 0.02
-
-
-def ask(question: Callable[[aiohttp.ClientSession], Awaitable[T]]) -> T:
-    """The answer to ``question``, in a session of its own."""
-
-    async def run() -> T:
-        async with open_session() as session:
-            return await question(session)
-
-    return asyncio.run(run())
 
 
 def poll(source: NoticeSource) -> Notice | None:
     """What ``source`` says to one question."""
-    return ask(source.poll)
+
+    async def run() -> Notice | None:
+        async with open_session() as session:
+            return await source.poll(session)
+
+    return asyncio.run(run())
 
 
 class Log(logging.Handler):

@@ -40,6 +40,14 @@ def seen(url: str, token: str) -> dict[str, Any]:
     return found
 
 
+def served_at(url: str) -> bool:
+    """Whether there is a server."""
+    try:
+        return ask(url, "/healthz")[0] == 200
+    except OSError:
+        return False
+
+
 def parsed(text: str) -> Samples:
     """Samples of an exposition by name and labels."""
     families = text_string_to_metric_families(text)

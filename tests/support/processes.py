@@ -17,8 +17,6 @@ from typing import Any
 
 import psutil
 
-from .times import note
-
 #: Have all processes executed (``make test FORK=0``).
 ENV_FORK = "BAMBOO_TEST_FORK"
 SERVER = Path(__file__).with_name("fork_server.py")
@@ -33,7 +31,6 @@ class _Server:
     """
 
     def __init__(self) -> None:
-        begin = time.monotonic()
         self._ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
         with theirs:
@@ -46,7 +43,6 @@ class _Server:
         self.problem: str = json.loads(hello)["problem"]
         server = psutil.Process(self._process.pid)
         self.pids = {server.pid, *(child.pid for child in server.children())}
-        note("fork server", time.monotonic() - begin, sum(server.cpu_times()[:2]))
 
     @property
     def pid(self) -> int:
@@ -94,13 +90,7 @@ def _get_server() -> _Server | None:
 
 
 class Forked:
-    """A process of the fork server, with the part of :class:`subprocess.Popen` that tests use.
-
-    Attributes:
-        cpu_s: CPU-seconds of the process and of what it has waited for, once it has ended.
-    """
-
-    cpu_s = 0.0
+    """A process of the fork server, with the part of :class:`subprocess.Popen` that tests use."""
 
     def __init__(self, answers: socket.socket, arguments: Sequence[str]) -> None:
         self.args = list(arguments)
@@ -129,8 +119,7 @@ class Forked:
         return self.returncode
 
     def _collect(self) -> None:
-        end = json.loads(self._answers.recv(256))
-        self.returncode, self.cpu_s = int(end["status"]), float(end["cpu_s"])
+        self.returncode = int(self._answers.recv(64))
         self._answers.close()
         os.close(self._pidfd)
 

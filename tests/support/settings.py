@@ -8,6 +8,7 @@ from typing import Any
 from bamboo_ds.config import BambooConfig, parse_block
 from bamboo_ds.control.leader.decisions import Decider
 from bamboo_ds.control.leader.restarts import RestartLimits
+from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.settings import AgentSettings
 from bamboo_ds.job_settings import JobSettings, paths_by_name
 
@@ -47,3 +48,10 @@ def deciding(settle_s: float, reply_s: float, limits: RestartLimits | None = Non
     """One that waits so long for companions of a loss and for a health reply. Nothing is started again."""
     waits = {"settle_ms": settle_s * 1000, "lease_ttl_s": 2 * reply_s, "max_restarts": 0}
     return Decider(unchecked(**{**waits, **values}), limits or RestartLimits())
+
+
+def decided(kind: type[Any], decider: Decider, view: View, now: float) -> Any:
+    """What it decides, which must be of that kind."""
+    action = decider.decide(view, now)
+    assert isinstance(action, kind), action
+    return action

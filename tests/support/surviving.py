@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from .compare import assert_equal
 from .faults import in_turn, mark
-from .jobs import TRAIN, Result, run_bamboo, slow_until, write_config
-
-Reference = Callable[..., Result]
+from .jobs import TRAIN, Reference, Result, run_bamboo, slow_until, write_config
 
 STEPS = 5
 

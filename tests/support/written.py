@@ -2,28 +2,42 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 from bamboo_ds.observe import events as ev
+from bamboo_ds.observe.events import EventWriter
 
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-class Written:
-    """Events of a job, written with times in seconds since its start."""
+def write(path: Path, events: Iterable[ev.Event]) -> Path:
+    """Append ``events`` to a file."""
+    with EventWriter(path) as writer:
+        for event in events:
+            writer.emit(event)
+    return path
 
-    def __init__(self) -> None:
+
+class Written:
+    """Events of a job, written with times in seconds since its start.
+
+    Args:
+        members: are there from the beginning.
+    """
+
+    def __init__(self, *members: str) -> None:
         self.events: list[ev.Event] = []
+        if members:
+            self.add(ev.RunStarted, 0, 0, None, members=len(members), command=["train.py"])
+            self.join(4, 1, *members)
+            self.plan(4, 1, members, owners=members)
 
     def add(self, kind: Any, at: float, epoch: int = 1, member: str | None = "a", **fields: Any) -> None:
         time = START + timedelta(seconds=at)
         self.events.append(kind(job="gpt", time=time, epoch=epoch, member=member, **fields))
-
-    def start(self, *members: str) -> None:
-        self.add(ev.RunStarted, 0, 0, None, members=len(members), command=["train.py"])
-        self.join(4, 1, *members)
-        self.plan(4, 1, members, owners=members)
 
     def join(self, at: float, epoch: int, *members: str) -> None:
         for rank, member in enumerate(members):
