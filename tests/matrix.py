@@ -47,7 +47,7 @@ TESTS = (
             "groups_of_other_backends_are_refused",
             "roles_that_share_a_member",
             "adopting_a_role_of_a_group_made_by_torch",
-            "other_users_of_torch_distributed",
+            "ddp",
         )
     ),
     "tests/test_schedule.py",

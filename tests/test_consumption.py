@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import struct
@@ -247,7 +246,7 @@ def expected(steps: int, pipelines: int, micro_batches: int, batch: int) -> dict
     """Checksums of what an undisturbed run of the tests' script consumes."""
     found: dict[int, list[int]] = {number: [] for number in range(1, steps + 1)}
     for pipeline in range(pipelines):
-        batches = iterator(argparse.Namespace(model="mlp"), pipeline, pipelines, batch, None)
+        batches = iterator(pipeline, pipelines, batch)
         for told in found.values():
             drawn = list(itertools.islice(batches, micro_batches))
             told += [payload_checksum(each[part]) for part in (0, 1) for each in drawn]

@@ -22,7 +22,7 @@ from bamboo_ds.observe.spans import Kind, read_timelines
 from bamboo_ds.simulate.profiling import Told
 
 from .support import precisions
-from .support.compare import differences
+from .support.compare import assert_same_states
 from .support.faults import in_turn, mark
 from .support.jobs import Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 from .support.watching import kill_own_etcd
@@ -59,10 +59,7 @@ def assert_same(
     for dump in survivors:
         begin = len(plain["losses"]) - len(dump["losses"])  # a worker that joined may have begun at a checkpoint
         assert dump["losses"] == plain["losses"][begin:]
-    roles = reference.roles()
-    assert differences(roles, result.roles()) == []
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    assert_same_states(result, reference)
     read = result.samples()
     for rank, indices in reference.samples().items():
         mine = read.get(rank, [])

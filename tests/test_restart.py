@@ -27,7 +27,7 @@ from bamboo_ds.processes import boot_id
 from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
-from .support.compare import differences
+from .support.compare import assert_same_states
 from .support.faults import mark
 from .support.jobs import Result, RunningJob, write_config
 from .support.settings import deciding
@@ -281,10 +281,7 @@ def assert_same(result: Result, reference: Result) -> None:
     assert survivors
     for dump in survivors:
         assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :]
-    roles = reference.roles()
-    assert differences(roles, result.roles()) == []
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    assert_same_states(result, reference)
 
 
 def steps_of(result: Result) -> list[list[int]]:

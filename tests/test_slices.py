@@ -313,24 +313,6 @@ def run(plan: Plan, micro_batches: int, progress: dict[Role, RoleProgress]) -> N
         assert progress[role].reduced or done[role] == [micro_batches] * 2
 
 
-SHAPES = [(1, 2, 2), (1, 2, 3), (1, 2, 4), (2, 2, 2), (2, 2, 3), (1, 4, 2), (2, 3, 2)]
-
-
-@pytest.mark.parametrize(("copies", "slices", "stages"), SHAPES)
-def test_slices_meet_after_every_loss(copies: int, slices: int, stages: int) -> None:
-    layout = Layout(copies * slices, stages, slices=slices)
-    plan = plan_of(layout)
-    nothing = dict.fromkeys(layout.roles, RoleProgress())
-    run(plan, 5, nothing)
-    for lost in plan.members:
-        after = takeover(plan, {lost})
-        run(after, 5, nothing)
-        for second in after.members:
-            again = takeover(after, {second})
-            if not again.unheld:
-                run(again, 5, nothing)
-
-
 @st.composite
 def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     """Any plan after some losses; any progress of the survivors, the lost ones' roles bare."""
@@ -362,24 +344,6 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
         if done != progress[role]:
             assert not done.reduced
     run(plan, micro_batches, settled)
-
-
-@settings(deadline=None)
-@given(interrupted())
-def test_orders_are_parts_of_one_order_of_joint_passes(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
-    """What two members have in common they do in the same order; with the programs' messages there is no circle."""
-    plan, micro_batches, progress = case
-    layout = plan.world
-    orders = compute_order(
-        layout, tuple((o,) for o in plan.owners), micro_batches, settle(layout, micro_batches, progress)
-    )
-    joint = {
-        member: [(layout.copy_of(role), role.stage, kind, m) for role, kind, m, _ in order]
-        for member, order in orders.items()
-    }
-    for one, other in itertools.combinations(joint.values(), 2):
-        common = set(one) & set(other)
-        assert [x for x in one if x in common] == [x for x in other if x in common]
 
 
 def test_slices_at_different_places() -> None:

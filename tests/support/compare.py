@@ -27,11 +27,17 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [f"{path}: {a} and {b}"]
 
 
+def assert_same_states(result: Result, reference: Result) -> None:
+    """Parameters, buffers, optimizer state, learning rates and counters of every role, and of every replica."""
+    roles, replicas = reference.roles(), result.replicas()
+    assert differences(roles, result.roles()) == []
+    assert differences({role: roles[role] for role in replicas}, replicas) == []
+
+
 def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]) -> None:
     """The job had exactly these faults, survived them, and computed what ``reference`` computed.
 
-    Losses on every survivor; parameters, buffers, optimizer state, learning rates and counters of every role at its
-    owner, and of every replica; the samples that every worker read.
+    Losses on every survivor, the states of roles and replicas, and the samples that every worker read.
     """
     tail = result.output[-4000:]
     assert result.exit_code == 0, tail
@@ -46,11 +52,7 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
         assert dump["losses"] == plain["losses"], f"rank {rank}"
         assert dump["evaluations"] == plain["evaluations"], f"rank {rank}"
     assert told_losses <= set(plain["losses"]), "events tell other losses than train_batch returns"
-    roles = reference.roles()
-    assert set(result.roles()) == set(roles)
-    assert differences(roles, result.roles()) == [], differences(roles, result.roles())
-    replicas = result.replicas()
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    assert_same_states(result, reference)
     told = [int(event["member_id"][1:].partition("-")[0]) for event in result.events("member_lost")]
     # A worker that only draws batches, in a further slot, ends with the member that has started it.
     assert sorted(slot for slot in told if slot in expected) == sorted(lost), tail

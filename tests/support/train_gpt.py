@@ -13,13 +13,12 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
 import deepspeed
 import torch
-from deepspeed.accelerator import get_accelerator
 from gpt import GPTModelPipe, Mpu, batch_fn, make_tensor_groups, sample
-from job_script import draws, dump, initialize, options, steps
+from job_script import begin, draws, dump, initialize, options, steps
 from sample_scheduler import SampleScheduler
 from torch.utils.data import default_collate
 
@@ -61,7 +60,7 @@ def weight_decay_groups(model: torch.nn.Module) -> list[dict[str, Any]]:
 
 def initialise(arguments: argparse.Namespace) -> tuple[Mpu, GPTModelPipe]:
     """What Megatron does before it has an engine: places, seeds, activation checkpointing, the model."""
-    deepspeed.init_distributed()
+    begin()
     make_tensor_groups()
     mpu = Mpu(arguments.stages, torch.distributed.get_world_size() // arguments.stages)
     deepspeed.checkpointing.configure(mpu, deepspeed_config=arguments.deepspeed_config)
@@ -83,9 +82,6 @@ def initialise(arguments: argparse.Namespace) -> tuple[Mpu, GPTModelPipe]:
 
 def main() -> None:
     arguments = parse()
-    # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
-    get_accelerator().is_fp16_supported = lambda: True
-    lean_torch.install()
     mpu, model = initialise(arguments)
     optimizer = torch.optim.AdamW(weight_decay_groups(model))
     scheduler = SampleScheduler(optimizer, 1000)
