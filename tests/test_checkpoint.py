@@ -174,31 +174,6 @@ def test_back_to_a_checkpoint(tmp_path: Path, reference: Reference) -> None:
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step6"]
 
 
-@pytest.mark.parametrize("direction", ["stock-to-bamboo", "bamboo-to-stock"])
-def test_checkpoints_are_deepspeeds(tmp_path: Path, reference: Reference, direction: str) -> None:
-    runs = {"stock": run_stock, "bamboo": run_bamboo}
-    first, second = direction.split("-to-")
-    folders = {name: tmp_path / name for name in ("first", "second")}
-    for folder in folders.values():
-        folder.mkdir()
-
-    def run(kind: str, folder: Path, *arguments: str) -> Result:
-        config = write_config(folder, {} if kind == "bamboo" else None, 4)
-        result = runs[kind](folder, 2, ["--stages", "2", *arguments], config)
-        assert result.exit_code == 0, result.output[-4000:]
-        return result
-
-    whole = reference(2, 1, 4, "--steps", "4")
-    run(first, folders["first"], "--steps", "2", "--save-every", "2")
-    load = str(folders["first"] / "checkpoints")
-    resumed = run(second, folders["second"], "--steps", "2", "--load", load, "--skip", "2")
-    assert resumed.ranks()[0]["losses"] == whole.ranks()[0]["losses"][2:]
-    assert_same_states(resumed, whole)
-    assert bool(resumed.replicas()) == (second == "bamboo")
-    if second == "bamboo":
-        assert [(e["step"], e["global_step"]) for e in resumed.events("step")] == [(1, 3), (2, 4)]
-
-
 def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
     """DeepSpeed converts them for other topologies; stock and jobs that lose a member go on from them alike.
 

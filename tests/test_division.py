@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
 from dataclasses import replace
 from random import Random
 
@@ -10,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import PartProgress, RoleProgress, hosts, member_program, not_begun, timeline
+from bamboo_ds.schedule import PartProgress, RoleProgress, hosts, not_begun, timeline
 from bamboo_ds.topology import (
     BlockCosts,
     Candidate,
@@ -31,6 +30,8 @@ from bamboo_ds.topology import (
 )
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover, with_redundancy
+
+from .support.programs import play
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
@@ -56,7 +57,7 @@ def settled(plan: Plan, members: list[Candidate]) -> Plan:
     raise AssertionError(f"it does not come to rest: {plan}")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(2, 5), st.integers(0, 2**32))
 def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int) -> None:
     """After any losses and joins, whatever blocks cost; nobody has more to do than with whole stages."""
@@ -345,7 +346,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     return plan, micro_batches, progress
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(interrupted(), st.booleans())
 def test_programs_of_divided_stages_come_to_their_end(
     case: tuple[Plan, int, dict[Role, RoleProgress]], begins: bool
@@ -354,57 +355,4 @@ def test_programs_of_divided_stages_come_to_their_end(
     plan, micro_batches, progress = case
     if begins:
         progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
-    layout = plan.world
-    todo = {m: deque(member_program(plan, m, micro_batches, progress, "none")) for m in plan.members}
-    current: dict[str, tuple[Role, int]] = {}
-    sent: dict[tuple[str, Role, int], deque[int]] = defaultdict(deque)
-    done: dict[tuple[str, Role, int], list[int]] = defaultdict(list)
-    parts = {role: [part.begin for part in progress[role].parts] for role in layout.roles}
-
-    def beside(role: Role, part: int, step: int) -> tuple[Role, int]:
-        index = parts[role].index(part) + step
-        if 0 <= index < len(parts[role]):
-            return role, parts[role][index]
-        other = Role(role.pipeline, role.stage + step)
-        return other, parts[other][-1 if step < 0 else 0]
-
-    def execute(member: str) -> bool:
-        instruction = todo[member][0]
-        name, role = instruction.name, getattr(instruction, "role", None)
-        if name == "UseRole":
-            current[member] = instruction.role, instruction.part
-        elif name in ("SendChanges", "SendReplica"):
-            sent[name[4:], current[member][0], 0].append(0)
-        elif name == "SendPart":
-            sent["Part", instruction.role, 0].append(0)
-        elif name in ("RecvChanges", "RecvPart", "RecvReplica"):
-            queue = sent[name[4:], role or current[member][0], 0]
-            if not queue:
-                return False
-            queue.popleft()
-        elif name in ("SendActivation", "ResendActivation", "SendGrad", "ResendGrad"):
-            forward = name.endswith("Activation")
-            target = beside(*current[member], +1 if forward else -1)
-            sent[("F" if forward else "B", *target)].append(instruction.buffer_id)
-        elif name in ("RecvActivation", "RecvGrad"):
-            queue = sent[("F" if name == "RecvActivation" else "B", *current[member])]
-            if not queue:
-                return False
-            assert queue.popleft() == instruction.buffer_id
-        elif name in ("ForwardPass", "BackwardPass"):
-            done[(name[0], *current[member])].append(instruction.buffer_id)
-        return True
-
-    while any(todo.values()):
-        moved = False
-        for member, queue in todo.items():
-            while queue and execute(member):
-                queue.popleft()
-                moved = True
-        assert moved, f"nobody can go on: { ({m: q[0] for m, q in todo.items() if q}) }"
-    assert not any(sent.values())
-    for role in layout.roles:
-        for part in progress[role].parts:
-            for kind, count in (("F", part.forwards), ("B", part.backwards)):
-                first = micro_batches if progress[role].reduced else count
-                assert done[kind, role, part.begin] == list(range(first, micro_batches))
+    play(plan, micro_batches, progress)

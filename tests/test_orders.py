@@ -60,7 +60,7 @@ def counted(progress: RoleProgress, micro_batches: int) -> dict[str, int]:
     return dict.fromkeys("FB", micro_batches) if progress.reduced else {"F": progress.forwards, "B": progress.backwards}
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(interrupted(), st.sampled_from([(1, 2), (2, 2), (3, 1)]))
 def test_the_earliest_start_goes_first(
     case: tuple[Plan, int, dict[Role, RoleProgress]], costs: tuple[int, int]

@@ -395,7 +395,7 @@ def advance(job: Job) -> None:
     job.load(None)
 
 
-@settings(deadline=None, max_examples=120)
+@settings(max_examples=120)
 @given(
     stages=st.integers(2, 8),
     micro_batches=st.integers(1, 24),

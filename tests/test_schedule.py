@@ -35,6 +35,7 @@ from bamboo_ds.schedule import (
     member_program,
     one_f_one_b,
     redundant,
+    timeline,
 )
 from bamboo_ds.schedule.orders import ordered
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
@@ -88,7 +89,7 @@ def expected_steps(stages: int, stage: int, order: Sequence[tuple[str, int]], pl
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(shapes, st.integers(1, 4), st.sampled_from(["idle", "fixed", "none"]), st.booleans())
 def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: Placement, redundancy: bool) -> None:
     """Stock 1F1B: a stage exchanges and loads what it does in DeepSpeed's schedule, besides the order of sends."""
@@ -207,28 +208,12 @@ def test_speed_and_cache() -> None:
 # --- the grids drawn in docstrings -------------------------------------------------------------------------
 
 
-def times(layout: Layout, orders: Mapping[str, tuple[Work, ...]]) -> dict[Work, tuple[int, int]]:
+def times(
+    layout: Layout, owners: Sequence[str], micro_batches: int, progress: Mapping[Role, RoleProgress] | None = None
+) -> dict[Work, tuple[int, int]]:
     """Start and end of every pass when each member runs its order as early as it can (1 and 2 long)."""
-    spans: dict[Work, tuple[int, int]] = {}
-    todo = {member: list(order) for member, order in orders.items()}
-    everything = {work for order in orders.values() for work in order}
-    clock = dict.fromkeys(orders, 0)
-    while any(todo.values()):
-        before = len(spans)
-        for member, queue in todo.items():
-            while queue:
-                role, kind, m, _ = work = queue[0]
-                needs = [(Role(role.pipeline, role.stage + (-1 if kind == "F" else 1)), kind, m, 0)]
-                needs += [(role, "F", m, 0)] if kind == "B" else []
-                needs = [need for need in needs if need in everything]
-                if not all(need in spans for need in needs):
-                    break
-                start = max([clock[member], *(spans[need][1] for need in needs)])
-                clock[member] = start + (1 if kind == "F" else 2)
-                spans[work] = (start, clock[member])
-                queue.pop(0)
-        assert len(spans) > before, "deadlock"
-    return spans
+    found = timeline(layout, whole(owners), micro_batches, lambda role, kind, *_: 1 if kind == "F" else 2, progress)
+    return {work: (int(begin), int(end)) for spans in found.spans.values() for begin, end, work in spans}
 
 
 def lines(docstring: str | None, starts: tuple[str, ...]) -> list[list[str]]:
@@ -241,7 +226,7 @@ def test_grid_of_the_redundant_schedule() -> None:
     stages, micro_batches = 3, 4
     layout = Layout(1, stages)
     owners = tuple(f"m{stage}" for stage in range(stages))
-    spans = times(layout, compute_order(layout, whole(owners), micro_batches))
+    spans = times(layout, owners, micro_batches)
     drawn = lines(redundant.__doc__, ("stage 0 ", "stage 1 ", "stage 2 "))
     for stage in range(stages):
         end = max(e for (role, *_), (_, e) in spans.items() if role.stage == stage)
@@ -265,7 +250,7 @@ def test_grid_of_a_takeover() -> None:
     counters = [(2, 0), (2, 0), (1, 0), (2, 2)]
     progress = {role: RoleProgress(*done) for role, done in zip(layout.roles, counters, strict=True)}
     orders = compute_order(layout, whole(owners), 2, progress)
-    spans = times(layout, orders)
+    spans = times(layout, owners, 2, progress)
     drawn = lines(compute_order.__doc__, ("a (0)", "b (1 and 2)", "d (3)"))
     for member, cells_drawn in zip("abd", drawn, strict=True):
         works = orders[member]

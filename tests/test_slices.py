@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections import deque
 from dataclasses import replace
 
 import pytest
 import torch
-from deepspeed.runtime.pipe.schedule import (
-    BackwardPass,
-    ForwardPass,
-    LoadMicroBatch,
-    RecvActivation,
-    RecvGrad,
-    SendActivation,
-    SendGrad,
-)
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -27,13 +17,8 @@ from bamboo_ds.engine.context.lanes import Lanes, assists
 from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.schedule import (
-    Commit,
-    ResendActivation,
-    ResendGrad,
     RoleProgress,
-    UseRole,
     compute_order,
-    member_program,
     settle,
 )
 from bamboo_ds.topology import (
@@ -53,6 +38,7 @@ from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
 
 from .support.compare import differences
+from .support.programs import play
 
 pytestmark = pytest.mark.claim("guides/tensor-slices.md")
 
@@ -91,7 +77,6 @@ def slices_of(plan: Plan) -> dict[str, set[int]]:
 # -- numbering ------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_numbering_is_that_of_deepspeed(layout: Layout) -> None:
     topology = PipeModelDataParallelTopology(layout.stages, layout.slices, layout.copies)
@@ -126,7 +111,6 @@ def test_plans_from_before_there_were_slices() -> None:
 # -- plans ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts, st.integers(0, 4))
 def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
     plan = plan_of(layout, hosts)
@@ -137,7 +121,6 @@ def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
     assert with_redundancy(initial_plan(plan.members), layout, False).shadows == (None,) * layout.size
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
     plan = replace(plan_of(layout), learners=((0, f"m{layout.slices}"),), unheld=(1,))
@@ -171,7 +154,7 @@ def test_a_target_lasts_that_is_not_found_at_once() -> None:
         plan = target
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layouts, st.data())
 def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> None:
     """Losses, members that come, members that leave: nobody ever gets anything of another slice."""
@@ -256,63 +239,6 @@ def test_batches_travel_as_they_were_drawn() -> None:
 # -- orders ---------------------------------------------------------------------------------------------------
 
 
-def run(plan: Plan, micro_batches: int, progress: dict[Role, RoleProgress]) -> None:
-    """Execute the programs of all members with blocking receives and passes that all slices must be in."""
-    layout = plan.world
-    todo = {}
-    for member in plan.members:
-        program, role, queue = member_program(plan, member, micro_batches, progress, "none"), None, deque()
-        for instruction in program:
-            if isinstance(instruction, UseRole):
-                role = instruction.role
-            elif isinstance(instruction, Commit):
-                break
-            else:
-                queue.append((role, instruction))
-        todo[member] = queue
-    done = {role: [progress[role].forwards, progress[role].backwards] for role in layout.roles}
-    sent: set[tuple[type, Role, int]] = set()
-    together = (ForwardPass, BackwardPass, LoadMicroBatch)
-
-    def meets(role: Role, instruction: object) -> bool:
-        for other in layout.slices_with(role):
-            queue = todo[plan.owner(other)]
-            if not queue or queue[0][0] != other or repr(queue[0][1]) != repr(instruction):
-                return False
-        return True
-
-    moved = True
-    while moved:
-        moved = False
-        for queue in todo.values():
-            while queue:
-                role, instruction = queue[0]
-                kind, m = type(instruction), instruction.kwargs.get("buffer_id")
-                if kind in (RecvActivation, RecvGrad):
-                    if (kind, role, m) not in sent:
-                        break
-                elif kind in (SendActivation, ResendActivation):
-                    sent.add((RecvActivation, layout.successor(role), m))
-                elif kind in (SendGrad, ResendGrad):
-                    sent.add((RecvGrad, layout.predecessor(role), m))
-                elif kind in together:
-                    if not meets(role, instruction):
-                        break
-                    for other in layout.slices_with(role):
-                        if plan.owner(other) != plan.owner(role):
-                            todo[plan.owner(other)].popleft()
-                        if kind is not LoadMicroBatch:
-                            counter = int(kind is BackwardPass)
-                            assert done[other][counter] == m
-                            done[other][counter] += 1
-                queue.popleft()
-                moved = True
-    left = {member: queue[0] for member, queue in todo.items() if queue}
-    assert not left, f"deadlock: {left}"
-    for role in layout.roles:
-        assert progress[role].reduced or done[role] == [micro_batches] * 2
-
-
 @st.composite
 def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     """Any plan after some losses; any progress of the survivors, the lost ones' roles bare."""
@@ -330,7 +256,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     return plan, micro_batches, progress
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(interrupted())
 def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
     plan, micro_batches, progress = case
@@ -343,7 +269,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
         )
         if done != progress[role]:
             assert not done.reduced
-    run(plan, micro_batches, settled)
+    play(plan, micro_batches, settled)
 
 
 def test_slices_at_different_places() -> None:

@@ -190,32 +190,13 @@ class TemporaryFolder:
 def run_bamboo(
     folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN, timeout: float = DEADLINE_S
 ) -> Result:
-    """The job under ``bamboo run``."""
-    command = ["run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
-    command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
-    # Marks every process of this job, and gives it a place of its own for temporary files.
-    temporary = TemporaryFolder(folder)
-    env = environment() | {MARK: str(folder)} | temporary.variables
+    """The job under ``bamboo run``, which must leave no file behind either."""
     shared = in_memory()
-    file = folder / "run.log"
-    begin = time.monotonic()
-    done = start_bamboo(command, env, file)
-    try:
-        done.wait(timeout)
-    except subprocess.TimeoutExpired:
-        where = stacks_of(str(folder))
-        done.terminate()
-        done.wait(30)
-        temporary.close()
-        raise AssertionError(f"the job hangs:\n{file.read_text(errors='replace')[-6000:]}\n{where}") from None
-    left = temporary.close()
-    assert not left, f"the job left files behind: {left}"
+    with RunningJob(folder, world, arguments, config, script) as job:
+        result = job.finish(timeout)
+    assert not job.left, f"the job left files behind: {job.left}"
     # A job of another test may have made its folder a moment ago, or be about to remove it.
     wait_until(lambda: not in_memory() - shared, f"the job left files behind: {in_memory() - shared}")
-    assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
-    assert done.returncode is not None
-    result = Result(folder, done.returncode, file.read_text(errors="replace"))
-    note_job(done, begin, folder / "events.jsonl")
     return result
 
 
@@ -236,8 +217,12 @@ class RunningJob:
     Args:
         options: more options of ``bamboo run``.
         variables: more environment variables.
+
+    Attributes:
+        left: its temporary files that were there when it had ended.
     """
 
+    left: set[str]
     _events: list[dict[str, Any]]
     _parsed: int  # bytes of the event file
     _reading = threading.Lock()  # threads of tests ask, too
@@ -335,7 +320,7 @@ class RunningJob:
             if process.poll() is None:
                 process.terminate()
                 process.wait(30)
-        self._temporary.close()
+        self.left = self._temporary.close()
         if kind is None:
             assert not marked(str(self.folder)), f"the job left processes behind: {marked(str(self.folder))}"
 
