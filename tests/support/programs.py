@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from bamboo_ds.schedule import RoleProgress, UseRole, member_program
 from bamboo_ds.topology import Plan, Role
 
 
-def play(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> None:
+def play(
+    plan: Plan,
+    micro_batches: int,
+    progress: Mapping[Role, RoleProgress],
+    ties: Sequence[Collection[int]] | None = None,
+) -> None:
     """With blocking receives, and with passes that all slices must be in, in whatever order members go on.
+
+    Args:
+        plan, micro_batches, progress: of the programs.
+        ties: stages that share weights, for each of these. Reductions block, too, where they are given; the progress
+            must be settled then.
 
     Raises:
         AssertionError: members wait for each other for ever, a message is out of step or left, or a pass is not done
@@ -29,6 +39,7 @@ def play(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) 
                 todo[member].append((place, instruction))
     sent: dict[tuple[str, Role, int], deque[int]] = defaultdict(deque)
     done: dict[tuple[str, Role, int], list[int]] = defaultdict(list)
+    come: dict[Any, set[Role]] = defaultdict(set)
 
     def beside(role: Role, part: int, step: int) -> tuple[Role, int]:
         index = parts[role].index(part) + step
@@ -55,6 +66,29 @@ def play(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) 
             done[instruction.name, each, part].append(instruction.buffer_id)
         return True
 
+    def reduce(key: Any, mine: Collection[Role], group: Collection[Role]) -> bool:
+        """A member takes part with all of its roles of ``group`` at once."""
+        for role in mine:
+            sums = [part.backwards + len(done["BackwardPass", role, part.begin]) for part in progress[role].parts]
+            assert set(sums) == {micro_batches}, f"the sums of {role} are not complete"
+        come[key].update(mine)
+        return come[key] == set(group)
+
+    def reduce_tied(member: str, role: Role) -> bool:
+        mine = sorted(each for each in plan.owned_by(member) if each.pipeline == role.pipeline)
+        groups = enumerate([{Role(role.pipeline, stage) for stage in stages} for stages in ties or ()])
+        shared = [(number, group) for number, group in groups if group.intersection(mine)]
+        return role != mine[-1] or all(
+            reduce((role.pipeline, n), group.intersection(mine), group) for n, group in shared
+        )
+
+    def reduce_copies(member: str, role: Role) -> bool:
+        group = layout.siblings(role)
+        mine = [each for each in group if plan.owner(each) == member]
+        if ties is None or role != mine[-1] or all(progress[each].reduced for each in mine):
+            return True
+        return reduce(group, mine, group)
+
     def execute(member: str) -> bool:
         place, instruction = todo[member][0]
         name = instruction.name
@@ -70,15 +104,22 @@ def play(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) 
             return receive(("F" if name == "RecvActivation" else "B", *place), instruction.buffer_id)
         elif name in ("ForwardPass", "BackwardPass", "LoadMicroBatch"):
             return compute(*place, instruction)
+        elif name == "ReduceTiedGrads":
+            return reduce_tied(member, place[0])
+        elif name == "ReduceGrads":
+            return reduce_copies(member, place[0])
         return True
 
+    def advance() -> tuple[int, int]:
+        """What is left, and who has come to a reduction."""
+        return sum(map(len, todo.values())), sum(map(len, come.values()))
+
     while any(todo.values()):
-        moved = False
+        before = advance()
         for member, queue in todo.items():
             while queue and execute(member):
                 queue.popleft()
-                moved = True
-        assert moved, f"nobody can go on: { ({m: q[0] for m, q in todo.items() if q}) }"
+        assert advance() != before, f"nobody can go on: { ({m: q[0] for m, q in todo.items() if q}) }"
     assert not any(sent.values())
     for role in layout.roles:
         for part in progress[role].parts:
