@@ -24,7 +24,6 @@ from .etcd import wait_until
 from .patience import Patience
 from .ports import free_port
 from .processes import Process, start
-from .stacks import stacks
 from .times import note, note_phases
 
 SUPPORT = Path(__file__).parent
@@ -349,5 +348,14 @@ def marked(mark: str) -> list[str]:
 
 
 def stacks_of(mark: str) -> str:
-    """Where the living processes that carry a job's mark are."""
-    return stacks(process.pid for process in processes_of(mark))
+    """Where the living processes that carry a job's mark are, as py-spy sees them; where it cannot, what it says."""
+    command = Path(sys.executable).with_name("py-spy")
+    told = []
+    for process in processes_of(mark):
+        call = [str(command), "dump", "--pid", str(process.pid)]
+        try:
+            done = subprocess.run(call, capture_output=True, text=True, timeout=30, check=False)
+            told.append(done.stdout or f"process {process.pid}: {done.stderr}")
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            told.append(f"process {process.pid}: {error}")
+    return "\n".join(told)
