@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -74,7 +75,7 @@ def test_a_worker_that_joins_is_told() -> None:
     plan = SimpleNamespace(members=("a", "b"), homes=(0, 1))
     channel = SimpleNamespace(joiner=True, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
     session = SimpleNamespace(plan=plan, among_itself=False, among_founders=lambda *_: nullcontext())
-    job: Any = SimpleNamespace(channel=channel, session=session)
+    job = Mock(channel=channel, session=session)
     engine = type("Engine", (), {"forward": lambda self: "computed"})
     with pytest.raises(UnsupportedError, match="a worker that joins cannot compute what it has computed"):
         engine_class(job, engine, pipeline=True)
