@@ -116,7 +116,10 @@ def test_ends_that_give_different_batches(tmp_path: Path, reference: Reference) 
     undisturbed = reference(4, 1, 6, *arguments, *result.length)
     assert_same(result, undisturbed, faults, joined=2)
     first, last = (undisturbed.samples()[rank] for rank in (0, 3))
-    assert result.drawn() == [first, last]
+    # If the last victim's agent had started the first one's successor, it ended with that, and another drew it all.
+    *ended, one, other = sorted(result.drawn(), key=len)
+    assert sorted([one, other]) == sorted([first, last])
+    assert all(indices == first[: len(indices)] for indices in ended)
     assert [event["call"] for event in result.events("iterators_differ")] == ["train_batch", "eval_batch"]
 
 
