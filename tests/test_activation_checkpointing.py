@@ -145,52 +145,22 @@ def test_more_forward_passes_than_contiguous_buffers(monkeypatch: pytest.MonkeyP
         torch.testing.assert_close(x.grad, 4 * x.detach() ** 3)
 
 
+CONTIGUOUS = {"partition_activations": True, "contiguous_memory_optimization": True, "number_checkpoints": 4}
+ON_CPU = {"partition_activations": True, "cpu_checkpointing": True}
+OTHER = {"use_reentrant": False}
+
+
 @pytest.mark.integration
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("victims", "arguments", "own", "config"),
     [
-        pytest.param(
-            (3, 1),
-            ("--dropout", "0.2", "--checkpointable", "LayerNorm"),
-            True,
-            {
-                "activation_checkpointing": {
-                    "partition_activations": True,
-                    "contiguous_memory_optimization": True,
-                    "number_checkpoints": 4,
-                }
-            },
-            id="dropout-contiguous",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            (0, 2),
-            ("--dropout", "0.2", "--seed-layers"),
-            False,
-            {},
-            id="dropout-seeded-layers",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            (3, 1),
-            ("--dropout", "0.2"),
-            True,
-            {"pipeline": {"use_reentrant": False}},
-            id="dropout-non-reentrant",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            (3, 1),
-            (),
-            False,
-            {
-                "pipeline": {"use_reentrant": False},
-                "activation_checkpointing": {"partition_activations": True, "cpu_checkpointing": True},
-            },
-            id="non-reentrant-partitioned-cpu",
-            marks=pytest.mark.exhaustive,
-        ),
+        ((3, 1), ("--dropout", "0.2", "--checkpointable", "LayerNorm"), True, {"activation_checkpointing": CONTIGUOUS}),
+        ((0, 2), ("--dropout", "0.2", "--seed-layers"), False, {}),
+        ((3, 1), ("--dropout", "0.2"), True, {"pipeline": OTHER}),
+        ((3, 1), (), False, {"pipeline": OTHER, "activation_checkpointing": ON_CPU}),
     ],
+    ids=["dropout-contiguous", "dropout-seeded-layers", "dropout-non-reentrant", "non-reentrant-partitioned-cpu"],
 )
 def test_losses_in_the_middle_of_backward(
     tmp_path: Path,

@@ -113,7 +113,7 @@ def test_what_a_member_measures() -> None:
     assert times.told()[0] == BlockSeconds(2, 1, 12, 12)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(2, 6), st.integers(0, 2**32))
 def test_the_true_costs_are_found(stages: int, seed: int) -> None:
     """Where every block has been computed by a member that is not slow, by whomever it is computed now."""

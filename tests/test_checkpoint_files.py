@@ -9,10 +9,8 @@ import errno
 import json
 import multiprocessing
 import os
-import resource
 import signal
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -41,10 +39,8 @@ from bamboo_ds.state.writer import HostFile
 from bamboo_ds.topology import Layout
 
 from .support.compare import differences
-from .support.jobs import SUPPORT, environment, write_config
 from .support.leaks import no_leaks
 from .support.savers import (
-    KIB,
     LAYOUT,
     WAIT_S,
     Gate,
@@ -296,21 +292,6 @@ def test_full_disk(members: Callable[..., Member], small_disk: Path) -> None:
     assert [r.step for r in pair[0].complete] == [1, 3]
 
 
-def test_write_error(members: Callable[..., Member]) -> None:
-    """The same where no file system can be mounted: files may not grow beyond 64 KiB."""
-    alone = members(0)
-    alone.save(1, layout=Layout(1, 1)).wait()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (64 * KIB, hard))
-    try:
-        alone.save(2, 1000, layout=Layout(1, 1)).wait()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-    assert os.strerror(errno.EFBIG) in str(alone.failed[0].error)
-    newest = newest_complete(alone.folder, checksums=True)
-    assert newest is not None and newest.tag == "step1" and rest(alone.folder) == []
-
-
 @pytest.mark.integration
 def test_lost_mount(members: Callable[..., Member], small_disk: Path) -> None:
     alone = members(0, small_disk / "run" / "checkpoints")
@@ -372,23 +353,3 @@ def test_bit_flip(members: Callable[..., Member]) -> None:
 
 
 # -- DeepSpeed ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.integration
-def test_deepspeed_saves_and_loads(tmp_path: Path) -> None:
-    write_config(tmp_path, None, 1)
-    command = [sys.executable, "-m", "tests.support.stock", str(SUPPORT / "save_once.py"), str(tmp_path)]
-    single = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-    environ = {**environment(), **single, "LOCAL_SIZE": "1"}
-    root = Path(__file__).parent.parent
-    done = subprocess.run(command, env=environ, cwd=root, capture_output=True, text=True, timeout=120, check=False)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    ours = tmp_path / "ours" / "one"
-    assert verify(ours) == []
-    for tag in ("one", "two"):
-        stock = tmp_path / "stock" / tag
-        assert sorted(p.name for p in stock.iterdir()) == sorted(p.name for p in ours.glob("*.pt"))
-        for file in stock.iterdir():
-            expected, found = (torch.load(f, weights_only=False) for f in (file, ours / file.name))
-            assert differences(expected, found) == [], tag
-    assert (tmp_path / "ours" / "latest").read_text() == "one"

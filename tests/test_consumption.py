@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import struct
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.goodput import goodput
@@ -30,7 +29,8 @@ from bamboo_ds.topology import Layout, Role
 from .support.faults import in_turn
 from .support.jobs import Reference, Result, RunningJob, slow_until, write_config
 from .support.samples import iterator
-from .test_elastic import assert_same, fault
+from .support.surviving import fault
+from .test_elastic import assert_same
 
 pytestmark = pytest.mark.claim(
     "concepts.md", "guides/observing.md", "reference/goodput.md", "reference/guarantees.md", "reference/settings.md"
@@ -75,7 +75,6 @@ def job(steps: int, **changes: Any) -> list[ev.Event]:
 
 
 @given(st.data(), st.integers(1, 8), st.booleans())
-@settings(deadline=None)
 def test_a_correct_job_has_no_problems(data: st.DataObject, steps: int, indices: bool) -> None:
     """In any order. A step whose own event is missing is told of by survivors, the others sometimes twice."""
     events = job(steps, **({} if indices else {"samples": None}))
@@ -120,7 +119,6 @@ DEFECTS: dict[str, Callable[[list[ev.Event], int], list[ev.Event]]] = {
 
 
 @given(st.data(), st.integers(3, 6), st.sampled_from(list(DEFECTS)))
-@settings(deadline=None)
 def test_whatever_is_wrong_is_seen(data: st.DataObject, steps: int, defect: str) -> None:
     events = DEFECTS[defect](job(steps), data.draw(st.integers(1, steps - 2)))
     assert found(data.draw(st.permutations(events))).problems(), defect
@@ -133,7 +131,6 @@ def test_the_contents_of_a_step_that_come_again_are_counted() -> None:
 
 
 @given(st.integers(2, 8), st.data())
-@settings(deadline=None)
 def test_a_job_that_went_back_to_a_checkpoint(steps: int, data: st.DataObject) -> None:
     """Steps that were done again replace those that they repeat; what old workers tell late does not count."""
     back = data.draw(st.integers(1, steps - 1))
@@ -246,7 +243,7 @@ def expected(steps: int, pipelines: int, micro_batches: int, batch: int) -> dict
     """Checksums of what an undisturbed run of the tests' script consumes."""
     found: dict[int, list[int]] = {number: [] for number in range(1, steps + 1)}
     for pipeline in range(pipelines):
-        batches = iterator(argparse.Namespace(model="mlp"), pipeline, pipelines, batch, None)
+        batches = iterator(pipeline, pipelines, batch)
         for told in found.values():
             drawn = list(itertools.islice(batches, micro_batches))
             told += [payload_checksum(each[part]) for part in (0, 1) for each in drawn]

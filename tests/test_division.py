@@ -27,7 +27,8 @@ from bamboo_ds.topology import (
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover
 
-from .support.planning import Learners, at_rest, execute, learning, plan_of
+from .support.planning import Learners, at_rest, learning, plan_of
+from .support.programs import play
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
@@ -52,7 +53,7 @@ def settled(plan: Plan, members: list[Candidate]) -> Plan:
     raise AssertionError(f"it does not come to rest: {plan}")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.integers(1, 3), st.integers(2, 6), st.integers(2, 5), st.integers(0, 2**32))
 def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int) -> None:
     """After any losses and joins, whatever blocks cost; nobody has more to do than with whole stages."""
@@ -319,7 +320,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     return plan, micro_batches, progress
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(interrupted(), st.booleans())
 def test_programs_of_divided_stages_come_to_their_end(
     case: tuple[Plan, int, dict[Role, RoleProgress]], begins: bool
@@ -327,4 +328,4 @@ def test_programs_of_divided_stages_come_to_their_end(
     plan, micro_batches, progress = case
     if begins:
         progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
-    execute(plan, micro_batches, progress)
+    play(plan, micro_batches, progress)

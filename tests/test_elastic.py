@@ -25,6 +25,7 @@ from .support import precisions
 from .support.compare import assert_computed, assert_read
 from .support.faults import in_turn, mark
 from .support.jobs import Reference, Result, RunningJob, run_bamboo, run_text, slow_until, write_config
+from .support.surviving import fault
 from .support.watching import kill_own_etcd
 
 pytestmark = [
@@ -37,11 +38,6 @@ pytestmark = [
     ),
     pytest.mark.integration,
 ]
-
-
-def fault(rank: int, step: int, at: str, micro_batch: int | None = None, **more: Any) -> dict[str, Any]:
-    """A loss from ``step`` on, as soon as every stage has a shadow (again)."""
-    return {"rank": rank, "step": step, "at": at, "micro_batch": micro_batch, "healed": True, **more}
 
 
 def assert_same(
@@ -62,23 +58,15 @@ def assert_same(
     assert sorted([*steps, *untold]) == list(range(1, len(plain["losses"]) + 1))
 
 
-@pytest.mark.parametrize(
-    ("places", "data"),
-    [
-        (("ForwardPass", "BackwardPass", "SendReplica"), ()),
-        (("RecvReplica", "ReduceGrads", "Commit"), ("--training-data",)),
-    ],
-    ids=["iterators", "training_data"],
-)
-def test_one_by_one_down_to_one_member(
-    tmp_path: Path, reference: Reference, places: tuple[str, ...], data: tuple[str, ...]
-) -> None:
+def test_one_by_one_down_to_one_member(tmp_path: Path, reference: Reference) -> None:
     """Three of four members vanish; between the losses every stage gets a new replica elsewhere."""
-    faults = in_turn(*(fault(rank, 3, at) for rank, at in zip((2, 1, 3), places, strict=True)))
+    faults = in_turn(fault(2, 3, "RecvReplica"), fault(1, 3, "ReduceGrads"), fault(3, 3, "Commit"))
     config = write_config(tmp_path, {"redundancy": {"verify_every": 3}})
     pace = slow_until(tmp_path / mark(faults[-1]), 0.1)
-    result = run_bamboo(tmp_path, 4, ["--stages", "4", *data, *pace, "--faults", json.dumps(faults)], config)
-    assert_same(result, reference(4, 1, 6, *data, *result.length), faults)
+    result = run_bamboo(
+        tmp_path, 4, ["--stages", "4", "--training-data", *pace, "--faults", json.dumps(faults)], config
+    )
+    assert_same(result, reference(4, 1, 6, "--training-data", *result.length), faults)
     owners = result.events("plan")[-1]["owners"]
     assert len(set(owners)) == 1
     assert len(result.events("replica_built")) >= 5
@@ -121,26 +109,25 @@ def test_ends_that_give_different_batches(tmp_path: Path, reference: Reference) 
     undisturbed = reference(4, 1, 6, *arguments, *result.length)
     assert_same(result, undisturbed, faults, joined=2)
     first, last = (undisturbed.samples()[rank] for rank in (0, 3))
-    assert result.drawn() == [first, last]
+    # If the last victim's agent had started the first one's successor, it ended with that, and another drew it all.
+    *ended, one, other = sorted(result.drawn(), key=len)
+    assert sorted([one, other]) == sorted([first, last])
+    assert all(indices == first[: len(indices)] for indices in ended)
     assert [event["call"] for event in result.events("iterators_differ")] == ["train_batch", "eval_batch"]
 
 
 @pytest.mark.parametrize(
-    ("more", "rate"),
-    [
-        pytest.param((), None, marks=pytest.mark.exhaustive),
-        (("--count-samples",), 0.01),
-        (("--adjust", "--dropout", "0.1"), 0.01),
-    ],
-    ids=["plain", "megatron-scheduler-slow-copies", "script-sets-slow-copies"],
+    "more",
+    [("--count-samples",), ("--adjust", "--dropout", "0.1")],
+    ids=["megatron-scheduler", "script-sets"],
 )
-def test_members_join(tmp_path: Path, reference: Reference, more: tuple[str, ...], rate: float | None) -> None:
-    """Two of four are lost, two come: each stage has a member of its own again."""
+def test_members_join(tmp_path: Path, reference: Reference, more: tuple[str, ...]) -> None:
+    """Two of four are lost, two come: each stage has a member of its own again. Copies are slow."""
     arguments = ("--evaluate-every", "10", *more)
     go = tmp_path / "go"
     faults = in_turn(fault(2, 3, "ForwardPass", 3), fault(0, 4, "BackwardPass", 2))
     command = ["--stages", "4", *arguments, *slow_until(go), "--faults", json.dumps(faults)]
-    config = write_config(tmp_path, {"topology": {"transfer_mb_per_s": rate}})
+    config = write_config(tmp_path, {"topology": {"transfer_mb_per_s": 0.01}})
     with RunningJob(tmp_path, 4, command, config) as job:
         job.wait_for("two losses", lambda: len(job.events("member_lost")) == 2)
         job.join()
@@ -164,7 +151,7 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
     The job's etcd was killed before, and has been started again.
     """
     now, go = tmp_path / "now", tmp_path / "go"
-    faults = [fault(1, 3, "BackwardPass", 2, when=str(now))]
+    faults = in_turn(fault(1, 3, "BackwardPass", 2, when=str(now)))
     command = ["--stages", "2", *slow_until(go), "--faults", json.dumps(faults)]
     config = write_config(tmp_path, {"standby": {"replicas": True}, "redundancy": {"verify_every": 2}})
     with RunningJob(tmp_path, 2, command, config) as job:
@@ -194,7 +181,7 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
 def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:
     """A script that resumes by load_checkpoint begins at the job's newest checkpoint."""
     go = tmp_path / "go"
-    faults = [fault(3, 9, "ForwardPass", 3)]
+    faults = in_turn(fault(3, 9, "ForwardPass", 3))
     command = ["--stages", "4", *slow_until(go), "--save-every", "7", "--resume", "--faults", json.dumps(faults)]
     with RunningJob(tmp_path, 4, command, write_config(tmp_path, {})) as job:
         job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
@@ -283,7 +270,6 @@ def test_a_whole_pipeline_vanishes(tmp_path: Path, reference: Reference) -> None
     rounded = {"communication_data_type": "bf16"}
     undisturbed = reference(2, 2, 4, *arguments, **rounded)
     faults = [fault(0, 4, "BackwardPass", 2), fault(2, 4, "BackwardPass", 2)]
-    faults[0]["healed"] = faults[1]["healed"] = False
     config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4, **rounded)
     result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
     assert "goes on from the state of role" in result.output, f"no role was cloned:\n{result.output[-4000:]}"
@@ -302,7 +288,6 @@ def test_three_pipelines_on_the_members_of_two(tmp_path: Path, reference: Refere
     arguments = ("--steps", "9", "--training-data")
     undisturbed = reference(2, 3, 4, *arguments, own=True, **precision)
     faults = [fault(0, 4, "BackwardPass", 2), fault(3, 4, "BackwardPass", 2)]
-    faults[0]["healed"] = faults[1]["healed"] = False
     config = write_config(tmp_path, {"membership": {"settle_ms": 300}}, 4, **precision)
     result = run_bamboo(tmp_path, 6, ["--stages", "2", *arguments, "--faults", json.dumps(faults)], config)
     assert "goes on from the state of role" in result.output, f"no role was cloned:\n{result.output[-4000:]}"

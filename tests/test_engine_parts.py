@@ -20,11 +20,8 @@ from bamboo_ds.engine.data.batches import Batches, PipelineBatches, Source
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.measures import IdleTimes
-from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.recovery.roles import RoleTransfer
-from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.stage.commit import alike, encode_drawn
-from bamboo_ds.engine.stage.layers import Layers
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
@@ -81,24 +78,6 @@ def member_of(plan: Plan, member: str, on_mismatch: str = "stop") -> RoleTransfe
 
 
 # -- roles --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("victim", range(STAGES))
-def test_roles_that_are_taken_over(victim: int) -> None:
-    """The shadow of the lost stage owns it, and is told from the owners that have all of their iteration."""
-    before = plan_of(Layout(1, STAGES))
-    after = takeover(before, [f"m{victim}"])
-    heir = after.owner(Role(0, victim))
-    for member in after.members:
-        found = member_of(before, member)
-        found.binding.runtimes[before.shadowed_by(member)[0]].share.part.forwards = 3
-        found.follow(after)
-        runtimes = found.binding.runtimes
-        assert {role for role, runtime in runtimes.items() if runtime.owned} == set(after.owned_by(member))
-        assert set(runtimes) == {*after.owned_by(member), *after.shadowed_by(member)}
-        assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
-        found.follow(after)  # the recovery was interrupted
-        assert found.progress.taken_over == ({Role(0, victim)} if member == heir else set())
 
 
 def test_a_replica_that_differs_is_not_taken_over() -> None:
@@ -193,20 +172,6 @@ def test_what_makes_ends_differ(mine: Any, theirs: Any, same: bool) -> None:
     assert alike(encode_drawn(layout, {Role(1, 0): 5}).tolist()) is None
 
 
-def test_what_is_known_of_the_ends_travels_with_the_history() -> None:
-    """To members that join, and into checkpoints: once they have differed they count as apart."""
-    history, joined = History(), History()
-    history.add_iteration([[0.5]], skipped=False, alike=True)
-    history.add("evaluate", [0.5])
-    joined.extend(history.answer(History.key(0)))
-    assert (joined.alike("train"), joined.alike("evaluate"), joined.differs) == (True, None, False)
-    for same in (False, True):
-        history.add_iteration([[0.25]], skipped=False, alike=same)
-    joined.extend(history.answer(History.key(2)))
-    assert (joined.alike("train"), joined.alike("evaluate"), joined.differs) == (False, None, True)
-    assert [joined[number] for number in range(4)] == [history[number] for number in range(4)]
-
-
 def test_an_end_without_an_iterator() -> None:
     """``batch_fn`` may make its batches of nothing, as in DeepSpeed; else the script is told what it lacks."""
     plan = plan_of(Layout(1, STAGES))
@@ -227,38 +192,6 @@ def test_an_end_without_an_iterator() -> None:
             continue
         with pytest.raises(UnsupportedError, match=f"gives no iterator at rank {STAGES - 1}: .* at its last stage"):
             batches[0].batch(0, inputs=False, labels=True)
-
-
-def test_what_of_a_reduction_is_kept() -> None:
-    plan = plan_of(Layout(1, STAGES))
-    found = member_of(plan, "m1")
-    found.progress.entered = True
-    for runtime in found.binding.runtimes.values():
-        runtime.results.reduced, runtime.results.loss = [torch.ones(1)], torch.ones(1)
-    found.drop_reductions({Role(0, s): RoleProgress(reduced=s == 2) for s in range(STAGES)})
-    kept = {role.stage: runtime.results.reduced is not None for role, runtime in found.binding.runtimes.items()}
-    assert kept == {1: False, 2: True} and not found.progress.entered
-
-
-@pytest.mark.parametrize(
-    ("known", "partial", "again"),
-    [
-        (RoleProgress(2, 1), False, False),
-        (RoleProgress(2, 1), True, True),
-        (RoleProgress(), False, True),
-        (RoleProgress(reduced=True), True, False),
-    ],
-)
-def test_which_passes_are_done_again(known: RoleProgress, partial: bool, again: bool) -> None:
-    """Those that the others count on are kept; a pass that was interrupted in its middle is not one."""
-    found = member_of(plan_of(Layout(1, STAGES)), "m1")
-    (runtime,) = found.binding.owned()
-    share = runtime.share
-    share.part.forwards, share.part.backwards, share.partial_pass = 2, 1, partial
-    found.begin_again({runtime.role: known})
-    share = runtime.share
-    assert (share.part.forwards, share.part.backwards) == ((0, 0) if again else (2, 1))
-    assert not (again and share.partial_pass)
 
 
 def test_passes_that_a_takeover_repeats() -> None:
@@ -343,23 +276,3 @@ def test_boundaries(retain: bool) -> None:
 
 
 # -- replicas under construction -----------------------------------------------------------------------------
-
-
-def test_a_replica_under_construction_follows_evaluations() -> None:
-    """What one has changed after the snapshot was taken; a later snapshot contains it."""
-    role, evaluated, built = Role(0, 1), torch.nn.BatchNorm1d(3), torch.nn.BatchNorm1d(3)
-    evaluated(torch.randn(4, 3))
-    for taken, follows in ((6, True), (7, False)):
-        construction: Any = Construction(role, ("key", None), SimpleNamespace())  # type: ignore[arg-type]
-        progress: Any = SimpleNamespace(sequence=7, committed=None)
-        context: Any = SimpleNamespace(binding=SimpleNamespace(runtimes={}), progress=progress)
-        iteration: Any = SimpleNamespace(constructions={role: construction})
-        nothing: Any = SimpleNamespace()
-        copies = Copies(context, iteration, nothing, nothing)
-        copies.follow_layers(role, Layers(evaluated).capture())
-        construction.forget(taken)
-        assert len(construction.kept) == follows
-        construction.runtime = SimpleNamespace(layers=Layers(built))
-        while construction.kept:
-            copies._repeat(construction)
-        assert torch.equal(built.running_mean, evaluated.running_mean)  # type: ignore[arg-type]

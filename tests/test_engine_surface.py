@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
-from .support.compare import differences
+from .support.compare import assert_same_states, differences
 from .support.faults import mark
 from .support.jobs import SUPPORT, Result, run_bamboo, run_stock, run_text, write_config
 
@@ -80,7 +80,7 @@ def test_surface(tmp_path: Path, stock: Result, faults: list[dict[str, Any]]) ->
         assert seen["losses"] == expected[rank]["losses"]
         for n, (mine, theirs) in enumerate(zip(seen["seen"], expected[rank]["seen"], strict=True)):
             assert differences(theirs, mine, f"rank {rank}, note {n}") == []
-    assert differences(stock.roles(), result.roles()) == []
+    assert_same_states(result, stock)
     assert told(tmp_path) == told(stock.out)
     assert printed(result) == printed(stock)
     tags = {name.removeprefix("bamboo_").removesuffix(".csv"): rows for name, rows in told(tmp_path, own=True).items()}
@@ -126,14 +126,14 @@ def test_curriculum(tmp_path: Path) -> None:
     expected = stock.ranks()
     for rank, seen in result.ranks().items():
         assert seen["losses"] == expected[rank]["losses"]
-    assert differences(stock.roles(), result.roles()) == []
+    assert_same_states(result, stock)
 
 
 SEVERAL = """
-import argparse, json
+import json
 import deepspeed
 from small_job import begin
-from train import build
+from train import build, plain
 
 from bamboo_ds.errors import UnsupportedError
 
@@ -141,10 +141,7 @@ engine, batches = begin(7)
 config = json.load(open(sys.argv[sys.argv.index("--deepspeed_config") + 1]))
 
 def another():
-    net = build(argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, count_passes=False, stages=2, instances=False,
-        checkpoint_activations=0
-    ))
+    net = build(plain(2))
     return deepspeed.initialize(model=net, model_parameters=list(net.parameters()), config=config)[0]
 
 engine.train_batch(batches)

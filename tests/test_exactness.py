@@ -33,7 +33,7 @@ from bamboo_ds.variables import checked_steps
 
 from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
 from .support.settings import agent
-from .support.sliced_jobs import TRAIN_SLICED
+from .support.sliced_jobs import SLICES
 from .support.surviving import Reference, fault, survive
 
 pytestmark = pytest.mark.claim("guides/exactness.md")
@@ -114,7 +114,7 @@ def test_a_loss_in_a_rehearsal(tmp_path: Path, reference: Reference) -> None:
 @pytest.mark.integration
 def test_tensor_slices_are_not_rehearsed_and_it_says_so(tmp_path: Path) -> None:
     config = write_config(tmp_path, CHECK, 2)
-    result = run_bamboo(tmp_path, 4, ["--stages", "2", "--steps", "3"], config, TRAIN_SLICED)
+    result = run_bamboo(tmp_path, 4, ["--stages", "2", *SLICES, "--steps", "3"], config)
     assert result.exit_code == 0, result.output[-4000:]
     (event,) = result.events("exact_checked")
     assert event["stages"] == 0 and len(event["not_rehearsed"]) == 4 and event["tensors"] > 100

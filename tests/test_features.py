@@ -43,7 +43,6 @@ pytestmark = [
             {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 4}}},
             id="compiled-and-late-buffers-and-warmup",
         ),
-        pytest.param((0, 2), ("--dropout", "0.2"), True, {}, id="dropout", marks=pytest.mark.exhaustive),
         pytest.param(
             (3, 1), ("--dropout", "0.2", "--checkpoint-activations", "1"), True, {}, id="checkpointed-dropout"
         ),

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from bamboo_ds.comm.calls.participants import founding
-from bamboo_ds.errors import EXIT_FATAL_LOSS, EpochChanged, FurtherEngineLost, PeerLost, UnsupportedError
+from bamboo_ds.errors import PeerLost, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
-from bamboo_ds.worker.exit import exit_code_of
 from bamboo_ds.worker.further import engine_class
 
 from .support.jobs import SUPPORT, run_bamboo, run_stock, write_config
@@ -59,87 +60,6 @@ def test_no_number_is_made_up_for_a_reference_model_and_the_job_goes_on(tmp_path
 # -- without processes ----------------------------------------------------------------------------------
 
 
-class Session:
-    """In the place of a worker's data plane."""
-
-    def __init__(self, plan: Any) -> None:
-        self.plan = plan
-        self.founders: list[dict[int, str]] = []
-
-    @property
-    def among_itself(self) -> bool:
-        return bool(self.founders)
-
-    def among_founders(self, founders: dict[int, str], on_use: Any) -> Any:
-        session = self
-
-        class Among:
-            def __enter__(self) -> None:
-                session.founders.append(founders)
-
-            def __exit__(self, *_: object) -> None:
-                session.founders.pop()
-
-        return Among()
-
-
-class Engine:
-    """In the place of DeepSpeed's."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self.error = error
-
-    def train_batch(self) -> str:
-        return self.forward()
-
-    def forward(self) -> str:
-        if self.error is not None:
-            raise self.error
-        return "computed"
-
-
-class Worker:
-    """In the place of one of members a and b, or of one that joins."""
-
-    def __init__(self, joiner: bool = False) -> None:
-        plan = SimpleNamespace(members=("a", "b"), homes=(0, 1))
-        self.channel = SimpleNamespace(joiner=joiner, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
-        self.session = Session(plan)
-
-
-def worker(joiner: bool = False) -> Any:
-    return Worker(joiner)
-
-
-def test_calls_of_a_pipeline_need_all_who_have_built_it() -> None:
-    job = worker()
-    made = engine_class(job, Engine, pipeline=True)()
-    assert isinstance(made, Engine) and made.train_batch() == "computed" and not job.session.founders
-    job.channel.newest_plan = SimpleNamespace(members=("a", "x"), homes=(0, 1))  # x has joined as rank 1
-    with pytest.raises(
-        FurtherEngineLost, match=r"train_batch\(\), of an engine .*: the processes that were ranks 1"
-    ) as e:
-        made.train_batch()
-    assert e.value.ranks == (1,) and exit_code_of(e.value) == EXIT_FATAL_LOSS
-
-
-def test_an_engine_that_asks_nobody_goes_on() -> None:
-    job = worker()
-    made = engine_class(job, Engine, pipeline=False)()
-    job.channel.newest_plan = SimpleNamespace(members=("a",), homes=(0,))
-    assert made.forward() == "computed"
-
-
-@pytest.mark.parametrize(
-    ("error", "ranks"), [(PeerLost("gone", "b"), (1,)), (EpochChanged("over"), ()), (PeerLost("gone", None), ())]
-)
-def test_a_loss_in_the_middle_is_an_error(error: EpochChanged, ranks: tuple[int, ...]) -> None:
-    made = engine_class(worker(), Engine, pipeline=False)(error)
-    with pytest.raises(FurtherEngineLost, match=r"forward\(\), of an engine") as raised:
-        made.forward()
-    assert raised.value.ranks == ranks and raised.value.__cause__ is error
-
-
 def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
     """Whoever owns the stages now, and whoever else runs as one of the ranks."""
     plan = Plan(
@@ -152,7 +72,11 @@ def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
 
 
 def test_a_worker_that_joins_is_told() -> None:
+    plan = SimpleNamespace(members=("a", "b"), homes=(0, 1))
+    channel = SimpleNamespace(joiner=True, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
+    session = SimpleNamespace(plan=plan, among_itself=False, among_founders=lambda *_: nullcontext())
+    job = Mock(channel=channel, session=session)
+    engine = type("Engine", (), {"forward": lambda self: "computed"})
     with pytest.raises(UnsupportedError, match="a worker that joins cannot compute what it has computed"):
-        engine_class(worker(joiner=True), Engine, pipeline=True)
-    made = engine_class(worker(joiner=True), Engine, pipeline=False)()
-    assert made.forward() == "computed"
+        engine_class(job, engine, pipeline=True)
+    assert engine_class(job, engine, pipeline=False)().forward() == "computed"

@@ -32,7 +32,7 @@ from bamboo_ds.topology import Plan
 from .support.compare import assert_equal
 from .support.jobs import SUPPORT, run_bamboo, write_config
 from .support.late_groups import LateWork
-from .support.sliced_jobs import TRAIN_SLICED
+from .support.sliced_jobs import SLICES
 from .support.surviving import STEPS, Reference, fault
 
 pytestmark = pytest.mark.claim("reference/limits.md")
@@ -289,18 +289,12 @@ def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
 
 
 @pytest.mark.integration
-def test_a_reduction_that_an_abort_cuts_off_everywhere_is_done_again(tmp_path: Path, reference: Reference) -> None:
-    file = write_config(tmp_path, {"redundancy": {"verify_every": 2}}, 6)
-    arguments = ["--stages", "2", "--steps", str(STEPS)]
-    result = run_bamboo(tmp_path, 4, arguments, file, SUPPORT / "train_late.py")
+@pytest.mark.parametrize(("slices", "micro_batches"), [((), 6), (SLICES, 4)], ids=["reduction", "passes"])
+def test_what_an_abort_cuts_off_everywhere_is_done_again(
+    tmp_path: Path, reference: Reference, slices: tuple[str, ...], micro_batches: int
+) -> None:
+    file = write_config(tmp_path, {"redundancy": {"verify_every": 2}}, micro_batches)
+    arguments = (*slices, "--steps", str(STEPS))
+    result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments], file, SUPPORT / "train_late.py")
     assert {path.name for path in tmp_path.glob("held-*")} == {"held-0", "held-1"}, result.output[-4000:]
-    assert_equal(result, reference(2, 2, 6, *arguments[2:]), [fault(3, 2, "late")])
-
-
-@pytest.mark.integration
-def test_passes_whose_collectives_an_abort_cuts_off_are_done_again(tmp_path: Path, reference: Reference) -> None:
-    file = write_config(tmp_path, {"redundancy": {"verify_every": 2}}, 4)
-    arguments = ["--stages", "2", "--steps", str(STEPS)]
-    result = run_bamboo(tmp_path, 4, [*arguments, "--slices", "2"], file, SUPPORT / "train_late.py")
-    assert {path.name for path in tmp_path.glob("held-*")} == {"held-0", "held-1"}, result.output[-4000:]
-    assert_equal(result, reference(2, 2, 4, *arguments[2:], script=TRAIN_SLICED), [fault(3, 2, "late")])
+    assert_equal(result, reference(2, 2, micro_batches, *arguments), [fault(3, 2, "late")])

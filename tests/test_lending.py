@@ -69,7 +69,7 @@ def drawn(draw: st.DrawFn) -> tuple[Plan, Lending]:
     return plan, Lending(Graph(Ground(plan, Costs(), cuts), shadows), lent)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(drawn())
 def test_work_is_passed_on(case: tuple[Plan, Lending]) -> None:
     """Loads are those of what is lent; the slowest member is no slower than before; one that is even stays as it is."""

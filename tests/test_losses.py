@@ -32,10 +32,6 @@ def test_stopped_processes(tmp_path: Path, reference: Reference) -> None:
     assert [event["reason"] for event in result.events("member_lost")] == ["heartbeat"] * 3
 
 
-def test_several_at_once(tmp_path: Path, reference: Reference) -> None:
-    survive(tmp_path, reference, [fault(0, 2, "BackwardPass", 2), fault(2, 2, "BackwardPass", 2)])
-
-
 @pytest.mark.parametrize(
     "at",
     [
@@ -68,15 +64,6 @@ def test_workers_that_hang(tmp_path: Path, reference: Reference) -> None:
     faults = [fault(1, 2, "ForwardPass", 1, signal="hang"), fault(3, 2, "LoadMicroBatch", 1, signal="hang")]
     result = survive_in_turn(tmp_path, reference, faults, 4, bamboo={"membership": {"hang_timeout_s": 6}})
     assert [event["reason"] for event in result.events("member_lost")] == ["hang"] * 2
-
-
-def test_losses_in_the_first_iteration(tmp_path: Path, reference: Reference) -> None:
-    """Nothing has been measured yet, and no optimizer has a state."""
-    survive(tmp_path, reference, [fault(1, 0, "ForwardPass", 0), fault(3, 0, "Commit")])
-
-
-def test_loss_between_iterations(tmp_path: Path, reference: Reference) -> None:
-    survive(tmp_path, reference, [fault(2, 2, ".training.run_iteration"), fault(0, 4, ".training.run_iteration")])
 
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 
@@ -153,14 +151,6 @@ def test_a_loss_in_an_operation(interrupted: int, then: Decision) -> None:
         assert member.progress.pending is None and member.events == ["recovered"]
 
 
-@pytest.mark.parametrize("decisions", list(itertools.product([RESUME, COMMIT], repeat=3)))
-def test_losses_in_what_is_resumed(decisions: tuple[Decision, ...]) -> None:
-    member = Member(*decisions)
-    done = member.run(losses=3)
-    assert done == [("run", False), *((each.mode, True) for each in decisions), (Outcome.COMMITTED, (2.0,))]
-    assert member.events == ["recovered"]
-
-
 def test_a_loss_before_an_operation() -> None:
     """It was noticed in the script: nothing is attempted before the recovery."""
     member = Member(COMMIT, aborted="a plan arrived")
@@ -184,21 +174,6 @@ def test_a_new_plan_at_a_boundary() -> None:
     member.epoch.switch_due = True
     member.run()
     assert member.events == ["listened", "reconfigured"] and member.progress.recovery is None
-
-
-@pytest.mark.parametrize("known", [True, False, LOSS])
-def test_the_plan_that_copies_were_made_for(known: bool | EpochChanged) -> None:
-    """All members wait a little for it; they enter it if all have got it."""
-    member, waits = Member(*([Decision(1, "resume", progress=FRESH)] if known else ())), []
-    member.epoch.copied = True
-    member.epoch.channel.await_boundary = lambda epoch, patience_s: waits.append((epoch, patience_s))
-    member.takeover.iteration.commits = MagicMock()
-    member.takeover.iteration.commits.all_know_more.side_effect = [known]  # type: ignore[attr-defined]
-    member.run()
-    [(epoch, patience_s)] = waits
-    assert epoch == PLAN.epoch and 0 < patience_s < 1
-    # After a loss it is entered, too, without a word: that was no change of plan.
-    assert member.events == (["listened", "reconfigured"] if known is True else [])
 
 
 # -- reports ------------------------------------------------------------------------------------------------

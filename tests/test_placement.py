@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -268,7 +267,7 @@ policies = st.builds(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     stage_costs, st.integers(1, 3), st.integers(1, 6), policies, st.randoms(use_true_random=False), st.integers(1, 10)
 )
@@ -499,7 +498,7 @@ def test_explanations() -> None:
 # -- helpers --------------------------------------------------------------------------------------------
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(st.sampled_from([0.0, 1.0, 1.0, 2.0, 2.5, 3.3, 7.0]), min_size=1, max_size=7), st.integers(1, 4))
 def test_partition(costs: list[float], bins: int) -> None:
     most, chosen = partition(costs, bins)
@@ -538,13 +537,9 @@ def test_1024_members_are_planned_by_the_same_rules(lost: int) -> None:
     hurt = takeover(plan, gone)
     assert not hurt.unheld
     rest = [m for m in members if m.id not in gone]
-    begin = time.process_time()
     target = next_plan(hurt, rest)
-    print(f"planned in {(time.process_time() - begin) * 1000:.1f} ms of processor time")
     check_rules(hurt, target, rest, EQUAL, Policy())
     joined = [*rest, *(member(slot) for slot in range(2000, 2000 + lost))]
-    begin = time.process_time()
     full = next_plan(target, joined)
-    print(f"planned in {(time.process_time() - begin) * 1000:.1f} ms of processor time")
     check_rules(target, full, joined, EQUAL, Policy())
     assert len(moves(target, full, holders_of(target))) <= lost * 2

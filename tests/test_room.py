@@ -175,7 +175,7 @@ def live(seed: int, events: int) -> Counter[str]:
     return history.happened
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 2**32), st.integers(1, 6))
 def test_any_history(seed: int, events: int) -> None:
     """No plan exceeds what members may hold where one exists that does not, nor do copies; plans come to rest."""
@@ -195,7 +195,7 @@ def test_every_kind_of_event_happens() -> None:
     assert happened["exchanges that exceed"] <= 2
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(2, 4), st.integers(1, 4), st.lists(st.integers(1, 5), min_size=4, max_size=4), st.integers(0, 1))
 def test_as_few_replicas_as_possible_are_given_up(stages: int, hosts: int, room: list[int], spare: int) -> None:
     """Of stages of one size, compared with all ways to place them."""

@@ -87,7 +87,7 @@ def expected_steps(stages: int, stage: int, order: Sequence[tuple[str, int]], pl
     return found
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(shapes, st.integers(1, 4), st.sampled_from(["idle", "fixed", "none"]), st.booleans())
 def test_undisturbed_program(shape: tuple[int, int], pipelines: int, placement: Placement, redundancy: bool) -> None:
     """Stock 1F1B: a stage exchanges and loads what it does in DeepSpeed's schedule, besides the order of sends."""

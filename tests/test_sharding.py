@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,6 +19,8 @@ from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+
+from .support.gloo import on_threads
 
 pytestmark = pytest.mark.claim("concepts.md", "reference/guarantees.md")
 
@@ -150,18 +149,6 @@ def test_shares_of_one_member_are_divided_before_they_add_up(monkeypatch: pytest
 def summed(group: Any, tensor: torch.Tensor) -> torch.Tensor:
     dist.all_reduce(tensor, group=group)
     return tensor
-
-
-def on_threads(bodies: list[Callable[[Any], torch.Tensor]]) -> list[torch.Tensor]:
-    """What ``bodies`` return, each called in a thread of its own with its end of a gloo group of them."""
-    store = dist.HashStore()
-
-    def run(rank: int) -> torch.Tensor:
-        group = dist.ProcessGroupGloo(store, rank, len(bodies), timedelta(seconds=60))
-        return bodies[rank](group)
-
-    with ThreadPoolExecutor(len(bodies)) as pool:
-        return list(pool.map(run, range(len(bodies))))
 
 
 def test_shares_are_needed_where_a_member_has_several_roles() -> None:

@@ -8,17 +8,15 @@ from typing import Any
 
 import pytest
 
-from .support.compare import assert_equal, differences
+from .support.compare import assert_equal, assert_same_states
 from .support.faults import in_turn, mark
 from .support.jobs import RunningJob, run_bamboo, run_stock, slow_until, write_config
 from .support.precisions import BF16, BF16_ZERO, FP16_ZERO, FP32_ZERO
-from .support.sliced_jobs import TRAIN_SLICED, survive, survive_in_turn
+from .support.sliced_jobs import SLICES, survive, survive_in_turn
 from .support.surviving import Reference, fault
 from .test_checkpoint import assert_same_files
 
 pytestmark = [pytest.mark.claim("guides/tensor-slices.md"), pytest.mark.integration]
-
-WHOLE = {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}
 
 # Ranks 0..3 are (stage, slice) = (0,0), (0,1), (1,0), (1,1). After the loss of a slice of one stage the slice of the
 # other stage has both; the other slice can bear a loss of its own.
@@ -83,29 +81,17 @@ def test_checkpoints(tmp_path: Path, reference: Reference, settings: dict[str, A
     faults = [fault(3, 1, "~backward", 1), fault(0, 3, "._save_checkpoint")]
     faults[1]["step"] = 4  # the second save
     survive(tmp_path, reference, faults, arguments=arguments, **settings)
-    undisturbed = reference(2, 2, 4, *arguments, script=TRAIN_SLICED, **settings).out / "checkpoints"
+    undisturbed = reference(2, 2, 4, *SLICES, *arguments, **settings).out / "checkpoints"
     for step in ("step2", "step4"):
         assert_same_files(tmp_path / "checkpoints" / step, undisturbed / step)
-    later = {"--steps": "3", "--load": str(tmp_path / "checkpoints")}
-    command = [each for pair in later.items() for each in pair]
-    for folder in (tmp_path / "stock", tmp_path / "ours"):
+    theirs, mine = tmp_path / "stock", tmp_path / "ours"
+    for folder in (theirs, mine):
         folder.mkdir()
-    stock = run_stock(
-        tmp_path / "stock",
-        4,
-        ["--stages", "2", *command],
-        write_config(tmp_path / "stock", None, 4, **settings),
-        TRAIN_SLICED,
-    )
+    command = ["--stages", "2", *SLICES, "--steps", "3", "--load"]
+    saved = str(tmp_path / "checkpoints")
+    stock = run_stock(theirs, 4, [*command, saved], write_config(theirs, None, 4, **settings))
     assert stock.exit_code == 0, stock.output[-4000:]
-    command[-1] = str(undisturbed)
-    ours = run_bamboo(
-        tmp_path / "ours",
-        4,
-        ["--stages", "2", *command],
-        write_config(tmp_path / "ours", {}, 4, **settings),
-        TRAIN_SLICED,
-    )
+    ours = run_bamboo(mine, 4, [*command, str(undisturbed)], write_config(mine, {}, 4, **settings))
     assert_equal(ours, stock, [])
 
 
@@ -115,21 +101,20 @@ def test_a_new_member_takes_the_slice(tmp_path: Path, reference: Reference, sett
     """Both stages of slice 1 are on one member, until a newcomer takes one; then that one can be lost, too."""
     faults = in_turn(fault(3, 1, "~forward", 1), fault(1, 2, "~backward", 2))
     faults[1]["healed"] = True
-    command = ["--stages", "2", *slow_until(tmp_path / mark(faults[1]), 0.1), "--faults", json.dumps(faults)]
-    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {}, 4, **settings), TRAIN_SLICED) as job:
+    pace = slow_until(tmp_path / mark(faults[1]), 0.1)
+    command = ["--stages", "2", *SLICES, *pace, "--faults", json.dumps(faults)]
+    with RunningJob(tmp_path, 4, command, write_config(tmp_path, {}, 4, **settings)) as job:
         job.wait_for("a loss", lambda: len(job.events("member_lost")) == 1)
         job.join()
         job.wait_for("two losses", lambda: len(job.events("member_lost")) == 2)
         result = job.finish()
     assert result.exit_code == 0, result.output[-4000:]
     assert len(result.joined()) == 1
-    undisturbed = reference(2, 2, 4, *result.length, script=TRAIN_SLICED, **settings)
+    undisturbed = reference(2, 2, 4, *SLICES, *result.length, **settings)
     assert result.faults() == sorted(map(mark, faults))
     plain, found = undisturbed.ranks()[0]["losses"], [*result.ranks().values(), *result.joined()]
     assert len(found) == 3 and all(dump["losses"] == plain for dump in found)
-    assert differences(undisturbed.roles(), result.roles()) == []
-    replicas = result.replicas()
-    assert differences({role: undisturbed.roles()[role] for role in replicas}, replicas) == []
+    assert_same_states(result, undisturbed)
 
 
 @pytest.mark.exhaustive
@@ -140,32 +125,23 @@ def test_three_stages_heal(tmp_path: Path, reference: Reference) -> None:
 
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "options",
+    ("options", "settings"),
     [
-        ("--all-read",),
-        ("--all-read", "--evaluate-every", "2"),
-        ("--evaluate-every", "2"),
-        ("--training-data",),
-        ("--counting",),
-        ("--checkpoint-activations", "1"),
+        (("--all-read",), {}),
+        (("--all-read", "--evaluate-every", "2"), {}),
+        (("--evaluate-every", "2"), {}),
+        (("--training-data",), {}),
+        (("--norm",), {}),
+        (("--checkpoint-activations", "1"), {}),
+        (("--dropout", "0.1"), {}),
+        ((), {"pipeline": {"pipe_partitioned": False, "grad_partitioned": False}}),
+        ((), {"gradient_clipping": 0.0}),
     ],
-    ids=" ".join,
+    ids=lambda each: " ".join(each),
 )
-def test_features(tmp_path: Path, reference: Reference, options: tuple[str, ...]) -> None:
+def test_features(tmp_path: Path, reference: Reference, options: tuple[str, ...], settings: dict[str, Any]) -> None:
     faults = [fault(2, 1, "~forward", 2), fault(1, 3, "~backward", 1)]
-    survive(tmp_path, reference, faults, arguments=("--steps", "5", *options))
-
-
-@pytest.mark.exhaustive
-def test_dropout(tmp_path: Path, reference: Reference) -> None:
-    faults = [fault(2, 1, "~forward", 2), fault(1, 3, "~backward", 1)]
-    survive(tmp_path, reference, faults, arguments=("--steps", "5", "--dropout", "0.1"), own=True)
-
-
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("settings", [WHOLE, {"gradient_clipping": 0.0}], ids=["whole", "unclipped"])
-def test_settings(tmp_path: Path, reference: Reference, settings: dict[str, Any]) -> None:
-    survive(tmp_path, reference, [fault(2, 2, "~backward", 1)], **settings)
+    survive(tmp_path, reference, faults, arguments=options, own="--dropout" in options, **settings)
 
 
 @pytest.mark.parametrize(
@@ -219,13 +195,13 @@ def test_nobody_left_of_a_slice(tmp_path: Path, reference: Reference) -> None:
     arguments = ("--steps", "6", "--save-every", "1")
     faults = [fault(1, 2, "~forward", 1), fault(3, 4, "~backward", 1)]
     file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}}, 4)
-    command = ["--stages", "2", *arguments, "--faults", json.dumps(faults)]
-    result = run_bamboo(tmp_path, 4, command, file, TRAIN_SLICED)
+    command = ["--stages", "2", *SLICES, *arguments, "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 4, command, file)
     assert result.exit_code == 0, result.output[-4000:]
     assert result.faults() == sorted(map(mark, faults))
     (event,) = result.events("fatal")
     assert event["stages"] == [[1, 0], [1, 1]]
-    undisturbed = reference(2, 2, 4, *arguments, script=TRAIN_SLICED)
+    undisturbed = reference(2, 2, 4, *SLICES, *arguments)
     assert set(result.ranks()) == {0, 1, 2, 3}
     assert all(dump["losses"] == undisturbed.ranks()[0]["losses"] for dump in result.ranks().values())
-    assert differences(undisturbed.roles(), result.roles()) == []
+    assert_same_states(result, undisturbed)

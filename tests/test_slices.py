@@ -38,7 +38,8 @@ from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
 
 from .support.compare import differences
-from .support.planning import execute, plan_of
+from .support.planning import plan_of
+from .support.programs import play
 
 pytestmark = pytest.mark.claim("guides/tensor-slices.md")
 
@@ -76,7 +77,6 @@ def slices_of(plan: Plan) -> dict[str, set[int]]:
 # -- numbering ------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_numbering_is_that_of_deepspeed(layout: Layout) -> None:
     topology = PipeModelDataParallelTopology(layout.stages, layout.slices, layout.copies)
@@ -111,7 +111,6 @@ def test_plans_from_before_there_were_slices() -> None:
 # -- plans ----------------------------------------------------------------------------------------------------
 
 
-@settings(deadline=None)
 @given(layouts, st.integers(0, 4))
 def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
     plan = sliced(layout, hosts)
@@ -122,7 +121,6 @@ def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
     assert with_redundancy(initial_plan(plan.members), layout, False).shadows == (None,) * layout.size
 
 
-@settings(deadline=None)
 @given(layouts)
 def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
     plan = replace(sliced(layout), learners=((0, f"m{layout.slices}"),), unheld=(1,))
@@ -156,7 +154,7 @@ def test_a_target_lasts_that_is_not_found_at_once() -> None:
         plan = target
 
 
-@settings(deadline=None, max_examples=100)
+@settings(max_examples=100)
 @given(layouts, st.data())
 def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> None:
     """Losses, members that come, members that leave: nobody ever gets anything of another slice."""
@@ -241,24 +239,6 @@ def test_batches_travel_as_they_were_drawn() -> None:
 # -- orders ---------------------------------------------------------------------------------------------------
 
 
-SHAPES = [(1, 2, 2), (1, 2, 3), (1, 2, 4), (2, 2, 2), (2, 2, 3), (1, 4, 2), (2, 3, 2)]
-
-
-@pytest.mark.parametrize(("copies", "slices", "stages"), SHAPES)
-def test_slices_meet_after_every_loss(copies: int, slices: int, stages: int) -> None:
-    layout = Layout(copies * slices, stages, slices=slices)
-    plan = sliced(layout)
-    nothing = dict.fromkeys(layout.roles, RoleProgress())
-    execute(plan, 5, nothing)
-    for lost in plan.members:
-        after = takeover(plan, {lost})
-        execute(after, 5, nothing)
-        for second in after.members:
-            again = takeover(after, {second})
-            if not again.unheld:
-                execute(again, 5, nothing)
-
-
 @st.composite
 def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     """Any plan after some losses; any progress of the survivors, the lost ones' roles bare."""
@@ -276,7 +256,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     return plan, micro_batches, progress
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(interrupted())
 def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
     plan, micro_batches, progress = case
@@ -289,25 +269,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
         )
         if done != progress[role]:
             assert not done.reduced
-    execute(plan, micro_batches, settled)
-
-
-@settings(deadline=None)
-@given(interrupted())
-def test_orders_are_parts_of_one_order_of_joint_passes(case: tuple[Plan, int, dict[Role, RoleProgress]]) -> None:
-    """What two members have in common they do in the same order; with the programs' messages there is no circle."""
-    plan, micro_batches, progress = case
-    layout = plan.world
-    orders = compute_order(
-        layout, tuple((o,) for o in plan.owners), micro_batches, settle(layout, micro_batches, progress)
-    )
-    joint = {
-        member: [(layout.copy_of(role), role.stage, kind, m) for role, kind, m, _ in order]
-        for member, order in orders.items()
-    }
-    for one, other in itertools.combinations(joint.values(), 2):
-        common = set(one) & set(other)
-        assert [x for x in one if x in common] == [x for x in other if x in common]
+    play(plan, micro_batches, settled)
 
 
 def test_slices_at_different_places() -> None:

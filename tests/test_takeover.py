@@ -125,15 +125,16 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, places: tuple[str, 
     survive(tmp_path, reference, faults, stages=2, pipelines=2, micro_batches=4)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stages", "pipelines", "victims"),
     [
-        pytest.param(2, 1, (0,), marks=pytest.mark.exhaustive),
-        pytest.param(2, 1, (1,), marks=pytest.mark.exhaustive),
-        pytest.param(3, 1, (1,), marks=pytest.mark.exhaustive),
-        pytest.param(8, 1, (0, 2, 4, 6), marks=pytest.mark.exhaustive),
-        pytest.param(4, 2, (0, 3, 4, 7), marks=pytest.mark.exhaustive),
-        pytest.param(2, 4, (0, 3, 5, 6), marks=pytest.mark.exhaustive),
+        (2, 1, (0,)),
+        (2, 1, (1,)),
+        (3, 1, (1,)),
+        (8, 1, (0, 2, 4, 6)),
+        (4, 2, (0, 3, 4, 7)),
+        (2, 4, (0, 3, 5, 6)),
     ],
 )
 def test_shapes(tmp_path: Path, reference: Reference, stages: int, pipelines: int, victims: tuple[int, ...]) -> None:

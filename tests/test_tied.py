@@ -103,52 +103,23 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 @pytest.mark.parametrize(
-    "faults",
+    ("pipelines", "faults"),
     [
-        pytest.param([], id="none", marks=pytest.mark.exhaustive),
-        pytest.param(
-            [fault(0, 1, "ReduceTiedGrads"), fault(7, 2, "BackwardPass", 1), fault(3, 3, "Commit")],
-            id="first-last",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            [fault(6, 1, "ReduceGrads"), fault(4, 2, "ReduceTiedGrads"), fault(1, 3, "ForwardPass", 2)],
-            id="last-first",
-            marks=pytest.mark.exhaustive,
-        ),
-    ],
-)
-def test_two_pipelines(tmp_path: Path, reference: Reference, faults: list[dict[str, Any]]) -> None:
-    # Ranks are (pipeline, stage) = (0,0), (1,0), (0,1), ...
-    survive(tmp_path, reference, faults, 4, 2, ("--steps", "5", "--evaluate-every", "3"))
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize(
-    "faults",
-    [
+        # Ranks of two pipelines are (pipeline, stage) = (0,0), (1,0), (0,1), ...
+        (2, [fault(0, 1, "ReduceTiedGrads"), fault(7, 2, "BackwardPass", 1), fault(3, 3, "Commit")]),
+        (2, [fault(6, 1, "ReduceGrads"), fault(4, 2, "ReduceTiedGrads"), fault(1, 3, "ForwardPass", 2)]),
         # The last stage's gradients are reduced with those of the first and may be at its shadow already.
-        pytest.param(
-            [fault(3, 1, "RecvReplica"), fault(1, 3, "ReduceTiedGrads")],
-            id="after-the-reduction",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            [fault(0, 1, "SendReplica"), fault(2, 3, "OptimizerStep")],
-            id="first-then-inner",
-            marks=pytest.mark.exhaustive,
-        ),
-        pytest.param(
-            [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, ".recovery.report")], id="twice", marks=pytest.mark.exhaustive
-        ),
-        pytest.param(
-            [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)], id="commit", marks=pytest.mark.exhaustive
-        ),
+        (1, [fault(3, 1, "RecvReplica"), fault(1, 3, "ReduceTiedGrads")]),
+        (1, [fault(0, 1, "SendReplica"), fault(2, 3, "OptimizerStep")]),
+        (1, [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, ".recovery.report")]),
+        (1, [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)]),
     ],
 )
-def test_one_pipeline(tmp_path: Path, reference: Reference, faults: list[dict[str, Any]]) -> None:
-    survive(tmp_path, reference, faults, 4)
+def test_losses(tmp_path: Path, reference: Reference, pipelines: int, faults: list[dict[str, Any]]) -> None:
+    arguments = ("--evaluate-every", "3") if pipelines > 1 else ()
+    survive(tmp_path, reference, faults, 4, pipelines, arguments)
 
 
 def without_unused(roles: dict[tuple[int, int], Any]) -> dict[tuple[int, int], Any]:

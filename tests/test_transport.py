@@ -31,20 +31,12 @@ from tests.support.comm_worker import (
     lowest,
     portable,
     take_census,
-    tell_wake_times,
 )
 from tests.support.etcd import wait_until
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/security.md", "reference/limits.md")
 
 LOST = ("EpochChanged", "PeerLost")
-WAKE: dict[str, list[float]] = {"stopped": [], "killed": []}
-
-
-@pytest.fixture(scope="module", autouse=True)
-def told() -> Iterator[None]:
-    yield
-    tell_wake_times(WAKE)
 
 
 @pytest.fixture(scope="module")
@@ -503,7 +495,6 @@ def test_peer_lost_in_the_middle_of_a_message(trio: Cluster, fault: str) -> None
         survivor.wait_blocked()
     trio[1].run("call", send_half_a_message)
     trio[1].stop()
-    start = time.monotonic()
     if fault == "killed":
         trio[1].kill()
     else:
@@ -515,7 +506,6 @@ def test_peer_lost_in_the_middle_of_a_message(trio: Cluster, fault: str) -> None
     assert raised, "the message went through before the signal"
     for outcome in raised:
         assert outcome.kind == ("PeerLost" if fault == "killed" else "EpochChanged"), outcome
-        WAKE[fault].append(outcome.when - start)
     if fault == "killed":
         trio.replace_member(1)
         for survivor in survivors:
@@ -542,31 +532,6 @@ OPERATIONS = [
 ]
 
 
-@pytest.mark.parametrize("operation", OPERATIONS, ids=lambda function: function.__name__)
-def test_survivors_of_a_stopped_peer_are_woken_by_abort(trio: Cluster, operation: Any) -> None:
-    trio.attach()
-    inside(trio, open_transport)
-    victim, survivors = trio[1], [trio[0], trio[2]]
-    victim.stop()
-    try:
-        for survivor in survivors:
-            survivor.start("call", operation)
-        for survivor in survivors:
-            survivor.wait_blocked()
-        times = [survivor.control("abort", "a test stopped m1") for survivor in survivors]
-        for survivor, when in zip(survivors, times, strict=True):
-            outcome = survivor.outcome()
-            assert outcome is not None and outcome.kind in LOST, outcome
-            WAKE["stopped"].append(max(0.0, outcome.when - when))
-    finally:
-        victim.resume()
-    for survivor in survivors:
-        survivor.start("call", mailbox_is_a_copy)
-        after = survivor.outcome()
-        assert after is not None and after.kind == "EpochChanged"
-    inside(trio, close_after_failure)
-
-
 def close_after_failure(member: Member) -> None:
     """As the engine's recovery does: close, whatever happened."""
     member.session.abort("recovery")
@@ -574,35 +539,42 @@ def close_after_failure(member: Member) -> None:
     member.transport = None
 
 
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
 @pytest.mark.parametrize("operation", OPERATIONS, ids=lambda function: function.__name__)
-def test_killed_peer(trio: Cluster, operation: Any) -> None:
+def test_a_peer_lost_under_every_operation(trio: Cluster, operation: Any, fault: str) -> None:
+    """An abort wakes the others. A death they notice by themselves, unless they wait for somebody who lives."""
     trio.attach()
     inside(trio, open_transport)
-    before = {index: len(trio[index].control("failures")) for index in (0, 2)}
-    survivors = [trio[0], trio[2]]
+    survivors = {index: trio[index] for index in (0, 2)}
+    before = {index: len(survivor.control("failures")) for index, survivor in survivors.items()}
     trio[1].stop()  # so that it dies in the middle of what it gets, and not after
-    for survivor in survivors:
+    for survivor in survivors.values():
         survivor.start("call", operation)
-    for survivor in survivors:
+    for survivor in survivors.values():
         survivor.wait_blocked()
-    start = time.monotonic()
-    trio[1].kill()
-    if operation is recv_of_a_survivor:
-        for survivor in survivors:
-            survivor.control("abort", "a test killed m1")
-    outcomes = []
-    for index, survivor in zip((0, 2), survivors, strict=True):
-        if operation is not recv_of_a_survivor and outcomes:
-            survivor.control("abort", "a test killed m1")  # it may wait for the other survivor
-        outcomes.append(survivor.outcome())
-        outcome = outcomes[-1]
+    if fault == "killed":
+        trio[1].kill()
+    told = fault == "stopped" or operation is recv_of_a_survivor
+    for survivor in survivors.values():
+        if told:
+            survivor.control("abort", "a test took m1 away")
+    for index, survivor in survivors.items():
+        outcome = survivor.outcome()
         assert outcome is not None and outcome.kind in LOST, outcome
-        WAKE["killed"].append(outcome.when - start)
-        if outcome.kind == "PeerLost":
+        if outcome.kind == "PeerLost" and fault == "killed":
             assert "m1" in [member for member, _ in survivor.control("failures")[before[index] :]], operation
-    trio.replace_member(1)
-    for survivor in survivors:
-        survivor.run("call", close_after_failure)
+        if not told:
+            trio[2].control("abort", "a test killed m1")  # it may wait for the other survivor
+    if fault == "killed":
+        trio.replace_member(1)
+    else:
+        trio[1].resume()
+        for survivor in survivors.values():
+            survivor.start("call", mailbox_is_a_copy)
+            after = survivor.outcome()
+            assert after is not None and after.kind == "EpochChanged"
+    for member in trio.members.values() if fault == "stopped" else survivors.values():
+        member.run("call", close_after_failure)
 
 
 def test_epochs_leave_nothing_behind(trio: Cluster) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Callable
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,7 @@ from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import plan_changes as plan_change
 
+from .support.gloo import on_threads
 from .support.jobs import SUPPORT, Result, RunningJob, run_bamboo, run_stock, write_config
 
 pytestmark = pytest.mark.claim("guides/elastic.md", "guides/scripts.md", "reference/limits.md")
@@ -162,34 +163,27 @@ def plan(members: str, homes: tuple[int, ...], owners: str) -> Plan:
     )  # fmt: skip
 
 
-def test_all_are_there() -> None:
-    group = surviving(plan("abcd", (0, 1, 2, 3), "abcd"), (0, 1, 2, 3))
-    assert group.complete and group.members == tuple("abcd") == group.hosts
-
-
-def test_a_lost_rank_has_a_stand_in() -> None:
-    group = surviving(plan("acd", (0, 2, 3), "aacd"), (0, 1, 2, 3))
-    assert not group.complete
-    assert group.of_rank == ("a", None, "c", "d") and group.hosts == ("a", "a", "c", "d")
-
-
-def test_the_owner_of_a_lost_role_that_is_not_of_the_group_stands_for_nobody() -> None:
-    group = surviving(plan("acd", (0, 2, 3), "aacd"), (1, 2, 3))
-    assert group.members == ("c", "d") and group.hosts == ("c", "c", "d")
-
-
-def test_a_standby_takes_part_beside_the_member_of_its_rank() -> None:
-    group = surviving(plan("abxy", (0, 1, 0, 1), "ab"), (0, 1))
-    assert group.members == ("a", "b", "x", "y") and group.of_rank == ("a", "b") and not group.complete
-
-
-def test_a_newcomer_is_absent() -> None:
-    assert surviving(plan("axb", (0, 1, 1), "ab"), (0, 1), {"x"}).complete
-    assert surviving(plan("ax", (0, 1), "aa"), (0, 1), {"x"}).of_rank == ("a", None)
-
-
-def test_members_are_in_the_order_of_ranks() -> None:
-    assert surviving(plan("abc", (2, 0, 1), "bca"), (0, 1, 2)).members == ("b", "c", "a")
+@pytest.mark.parametrize(
+    ("newest", "ranks", "newcomers", "members", "of_rank", "hosts"),
+    [
+        (plan("abcd", (0, 1, 2, 3), "abcd"), (0, 1, 2, 3), "", "abcd", "abcd", "abcd"),
+        (plan("abc", (2, 0, 1), "bca"), (0, 1, 2), "", "bca", "bca", "bca"),  # in the order of ranks
+        (plan("acd", (0, 2, 3), "aacd"), (0, 1, 2, 3), "", "acd", "a-cd", "aacd"),
+        # The owner of the lost role is not of the group, and stands for nobody.
+        (plan("acd", (0, 2, 3), "aacd"), (1, 2, 3), "", "cd", "-cd", "ccd"),
+        (plan("abxy", (0, 1, 0, 1), "ab"), (0, 1), "", "abxy", "ab", "ab"),  # standbys take part
+        (plan("axb", (0, 1, 1), "ab"), (0, 1), "x", "ab", "ab", "ab"),
+        (plan("ax", (0, 1), "aa"), (0, 1), "x", "a", "a-", "aa"),
+    ],
+    ids=["all", "order", "stand-in", "owner-outside", "standbys", "newcomer", "newcomer-alone"],
+)
+def test_who_takes_part(
+    newest: Plan, ranks: tuple[int, ...], newcomers: str, members: str, of_rank: str, hosts: str
+) -> None:
+    group = surviving(newest, ranks, set(newcomers))
+    assert group.members == tuple(members) and group.hosts == tuple(hosts)
+    assert group.of_rank == tuple(None if name == "-" else name for name in of_rank)
+    assert group.complete == (members == of_rank)
 
 
 # -- what they compute --------------------------------------------------------------------------------------
@@ -198,29 +192,19 @@ def test_members_are_in_the_order_of_ranks() -> None:
 Run = Callable[..., Any]
 
 
-def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Run, str, int], Any]) -> dict[str, Any]:
-    """``call(run, member, home)`` on every member of a group, each in a thread of its own; the results."""
-    group, store, results = surviving(plan, ranks), dist.HashStore(), dict[str, Any]()
+def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Run, str, int], Any]) -> None:
+    """``call(run, member, home)`` on every member of a group, each in a thread of its own."""
+    group = surviving(plan, ranks)
 
-    def run(index: int, member: str) -> None:
-        options = dist.ProcessGroupGloo._Options()
-        options._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        inner = dist.ProcessGroupGloo(store, index, len(group.members), options)
+    def take_part(member: str, inner: Any) -> None:
         home = plan.home(member)
         adapter = Adapter(inner, group, member, ranks.index(home))
         work, finish = call(lambda name, *arguments: adapter.start(COLLECTIVES[name], arguments), member, home)
         work.wait()
         if finish is not None:
             finish()
-        results[member] = True
 
-    threads = [threading.Thread(target=run, args=each) for each in enumerate(group.members)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    assert set(results) == set(group.members)
-    return results
+    on_threads([partial(take_part, member) for member in group.members])
 
 
 #: Ranks 0 to 3: rank 1 is lost and owned by a, x runs as rank 3 beside d.
@@ -285,26 +269,14 @@ def bits(tensor: torch.Tensor) -> list[int]:
 
 def by_gloo(rows: dict[Any, list[torch.Tensor]], operator_of: Callable[[Any], str]) -> dict[Any, torch.Tensor]:
     """What a group of gloo makes of each row, which has a tensor for each rank."""
-    store, found = dist.HashStore(), dict[Any, torch.Tensor]()
-    size = len(next(iter(rows.values())))
 
-    def run(rank: int) -> None:
-        settings = dist.ProcessGroupGloo._Options()
-        settings._devices = [dist.ProcessGroupGloo.create_device(hostname="127.0.0.1")]
-        group = dist.ProcessGroupGloo(store, rank, size, settings)
-        for key, row in rows.items():
-            tensor = row[rank].clone()
+    def reduce(rank: int, group: Any) -> dict[Any, torch.Tensor]:
+        found = {key: row[rank].clone() for key, row in rows.items()}
+        for key, tensor in found.items():
             group.allreduce([tensor], options_of("allreduce", operator_of(key))).wait()
-            if rank == 0:
-                found[key] = tensor
+        return found
 
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert set(found) == set(rows)
-    return found
+    return on_threads([partial(reduce, rank) for rank in range(len(next(iter(rows.values()))))])[0]
 
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5, 6])

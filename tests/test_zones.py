@@ -88,7 +88,7 @@ def test_roles_that_other_pipelines_can_clone_stay() -> None:
         assert together(near, some) > 0 and (together(apart, some) == 0) == sharded
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     zones=st.text("abc.", min_size=2, max_size=24),
     shape=st.tuples(st.integers(1, 3), st.integers(1, 8)),

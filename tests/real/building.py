@@ -10,7 +10,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "support"))
 
-import lean_torch  # before torch
+import lean_torch  # noqa: F401  before torch
 import torch
 import train
 
@@ -27,7 +27,6 @@ def build_slowly(*arguments: Any, **keywords: Any) -> None:
 
 
 if __name__ == "__main__":
-    train.lean_torch = lean_torch
     if not os.environ.get("BAMBOO_RESTART_COUNT"):
         torch.optim.Adam.__init__ = build_slowly  # type: ignore[method-assign]
     train.main()

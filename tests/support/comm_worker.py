@@ -26,6 +26,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from bamboo_ds.secret import JobSecret
+from tests.support.ports import free_port
 from tests.support.processes import wait_stopped
 
 DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
@@ -156,9 +157,8 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                 if command == "close":
                     return
             elif command == "abort":
-                start = time.monotonic()
                 member.session.abort(*arguments)
-                answer("control", start)
+                answer("control", None)
             elif command == "blocked":
                 epoch = member.session._epoch
                 waits = epoch is not None and (
@@ -180,10 +180,10 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
         command, arguments = item
         try:
             value = getattr(member, command)(*arguments)
-            answer("done", (value, time.monotonic()))
+            answer("done", value)
         except Exception as error:
             text = "".join(traceback.format_exception(error))
-            answer("raised", (type(error).__name__, str(error), text, time.monotonic()))
+            answer("raised", (type(error).__name__, str(error), text))
         if command == "close":
             thread.join()
             return
@@ -193,9 +193,9 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
 class Raised(Exception):
     """A member's command raised."""
 
-    def __init__(self, member: str, kind: str, text: str, trace: str, when: float) -> None:
+    def __init__(self, member: str, kind: str, text: str, trace: str) -> None:
         super().__init__(f"{member}: {kind}: {text}\n{trace}")
-        self.member, self.kind, self.text, self.when = member, kind, text, when
+        self.member, self.kind, self.text = member, kind, text
 
 
 class Remote:
@@ -238,7 +238,7 @@ class Remote:
         what, value = self._answer("main", deadline)
         if what == "raised":
             raise Raised(self.name, *value)
-        return value[0]
+        return value
 
     def outcome(self, deadline: float = DEADLINE) -> Raised | None:
         """Whether the oldest command started raised, and what."""
@@ -347,13 +347,19 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(size: int, world: bool = True, attached: bool = True) -> Iterator[Cluster]:
-    """A cluster, in epoch 1 if ``attached``, with torch.distributed initialised if ``world``; closed at the end."""
+def cluster(size: int, world: bool = True, attached: bool = True, stock: bool = False) -> Iterator[Cluster]:
+    """A cluster, in epoch 1 if ``attached``, with torch.distributed initialised if ``world``; closed at the end.
+
+    With ``stock`` torch.distributed is gloo's, to compare with.
+    """
     made = Cluster(size)
     try:
-        if attached:
+        if attached and not stock:
             made.attach()
-        if world:
+        if stock:
+            port = free_port()
+            made.everybody("init_stock", lambda index: (index, size, port))
+        elif world:
             made.everybody("init", lambda index: (index, size))
         yield made
         made.close()
@@ -390,21 +396,8 @@ def grown(census: Census, base: Census) -> bool:
     )
 
 
-def tell_wake_times(seconds: dict[str, list[float]]) -> None:
-    """Print how soon survivors raised, by the fault of their peer."""
-    for fault, times in seconds.items():
-        if times:
-            times = sorted(times)
-            median, worst = 1e3 * times[len(times) // 2], 1e3 * times[-1]
-            print(f"\nwoken after a peer was {fault}: median {median:.1f} ms, worst {worst:.1f} ms of {len(times)}")
-
-
 def stop_fork_server() -> None:
     """End the fork server, which would otherwise outlive the tests; fails if a member is left."""
     left = [remote.name for remote in _REMOTES if remote.process.is_alive()]
     multiprocessing.forkserver._forkserver._stop()  # type: ignore[attr-defined]
     assert not left, f"processes left behind: {left}"
-
-
-if __name__ == "__main__":
-    sys.exit("this module is imported by tests")

@@ -28,18 +28,24 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
     return [] if a == b else [f"{path}: {a} and {b}"]
 
 
+def assert_same_states(result: Result, reference: Result) -> None:
+    """Parameters, buffers, optimizer state, learning rates and counters of every role, and of every replica."""
+    roles, replicas = reference.roles(), result.replicas()
+    assert differences(roles, result.roles()) == []
+    assert differences({role: roles[role] for role in replicas}, replicas) == []
+
+
 def assert_computed(result: Result, reference: Result) -> None:
-    """What is left of the job has computed what ``reference`` has: losses from the step on with which a worker began;
-    parameters, buffers, optimizer state, learning rates and counters of every role at its owner, and of every replica.
+    """What is left of the job has computed what ``reference`` has: losses from the step on with which a worker began,
+    and :func:`the states of all roles <assert_same_states>`.
     """
     tail = result.output[-6000:]
-    plain, roles, replicas = reference.ranks()[0]["losses"], reference.roles(), result.replicas()
+    plain = reference.ranks()[0]["losses"]
     survivors = [*result.ranks().values(), *result.joined()]
     assert survivors, tail
     for dump in survivors:
         assert dump["losses"] == plain[len(plain) - len(dump["losses"]) :], tail
-    assert differences(roles, result.roles()) == [], tail
-    assert differences({role: roles[role] for role in replicas}, replicas) == [], tail
+    assert_same_states(result, reference)
 
 
 def assert_read(result: Result, reference: Result, lost: Collection[int]) -> None:

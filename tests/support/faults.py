@@ -2,12 +2,13 @@
 
 A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when",
 "pause"}``. ``at`` is the name of an instruction class, with a leading dot that of a method of the engine (``.name``) or
-of one of its parts (``.part.name``), or with a leading ``@`` of a place in the thread that writes the checkpoint of
-that step. The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits
-from ``step`` on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in
-the main thread also until the worker has written its part of the last checkpoint, which would be lost with it. With
-``pause`` it first waits so many seconds, in which the others come to where they need this worker. Before it strikes it
-leaves a file, so that a test can count it; in that file is the tag of the checkpoint.
+of one of its parts (``.part.name``), with a leading ``@`` of a place in the thread that writes the checkpoint of that
+step, or with ``~`` of a pass (``~forward``, ``~backward``) in which a layer of :mod:`sliced` is about to communicate.
+The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits from ``step``
+on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread
+also until the worker has written its part of the last checkpoint, which would be lost with it. With ``pause`` it first
+waits so many seconds, in which the others come to where they need this worker. Before it strikes it leaves a file, so
+that a test can count it; in that file is the tag of the checkpoint.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ def install(engine: Any, faults: str, folder: str) -> None:
         name = fault["at"]
         if name.startswith("@"):
             _install_while_writing(engine, fault, Path(folder))
+        elif name.startswith("~"):
+            _install_in_layers(engine, fault, Path(folder))
         elif name.startswith("."):
             part, _, method = name[1:].rpartition(".")
             owner = type(attrgetter(part)(engine._parts)) if part else kind
@@ -82,6 +85,22 @@ def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> 
     }[fault["at"]]
     owner, name, tag_of = place
     setattr(owner, name, before(getattr(owner, name), tag_of))
+
+
+def _install_in_layers(engine: Any, fault: dict[str, Any], folder: Path) -> None:
+    from sliced import State
+
+    earlier = State.before
+
+    def before(place: str) -> None:
+        earlier(place)
+        part = engine._parts.binding.current.share.part
+        at = part.forwards if place == "~forward" else part.backwards
+        here = fault["at"] == place and fault["micro_batch"] == at and not engine._parts.progress.evaluating
+        if here and _due(engine, fault) and not (folder / mark(fault)).exists():
+            strike(fault, folder)
+
+    State.before = staticmethod(before)
 
 
 def mark(fault: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""Jobs of the GPT of :mod:`gpt`."""
+"""Jobs of the GPT of ``train_gpt.py``."""
 
 from __future__ import annotations
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.accelerator import get_accelerator
 
 import bamboo_ds
 
@@ -34,6 +35,17 @@ def options(steps: int = 4, slow_s: float = 0.3) -> argparse.ArgumentParser:
     parser.add_argument("--end-after", type=int, default=0, help="end so many steps after that file exists")
     parser.add_argument("--faults", default="[]")
     return parser
+
+
+def begin(seed: int = 7) -> None:
+    """What comes before the model: random numbers, and torch's process group."""
+    import lean_torch  # which scripts import before torch
+
+    # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
+    get_accelerator().is_fp16_supported = lambda: True
+    torch.manual_seed(seed)
+    lean_torch.install()
+    deepspeed.init_distributed()
 
 
 def initialize(arguments: argparse.Namespace, **given: Any) -> tuple[Any, ...]:

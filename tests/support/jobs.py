@@ -24,7 +24,6 @@ from .etcd import wait_until
 from .patience import Patience
 from .ports import free_port
 from .processes import Process, start
-from .stacks import stacks
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -187,30 +186,14 @@ class TemporaryFolder:
 def run_bamboo(
     folder: Path, world: int, arguments: list[str], config: Path, script: Path = TRAIN, timeout: float = DEADLINE_S
 ) -> Result:
-    """The job under ``bamboo run``."""
-    command = ["run", "-n", str(world), "--events", str(folder / "events.jsonl"), str(script)]
-    command += ["--deepspeed_config", str(config), "--out", str(folder), *arguments]
-    # Marks every process of this job, and gives it a place of its own for temporary files.
-    temporary = TemporaryFolder(folder)
-    env = environment() | {MARK: str(folder)} | temporary.variables
+    """The job under ``bamboo run``, which must leave no file behind either."""
     shared = in_memory()
-    file = folder / "run.log"
-    done = start_bamboo(command, env, file)
-    try:
-        done.wait(timeout)
-    except subprocess.TimeoutExpired:
-        where = stacks_of(str(folder))
-        done.terminate()
-        done.wait(30)
-        temporary.close()
-        raise AssertionError(f"the job hangs:\n{file.read_text(errors='replace')[-6000:]}\n{where}") from None
-    left = temporary.close()
-    assert not left, f"the job left files behind: {left}"
+    with RunningJob(folder, world, arguments, config, script) as job:
+        result = job.finish(timeout)
+    assert not job.files_left, f"the job left files behind: {job.files_left}"
     # A job of another test may have made its folder a moment ago, or be about to remove it.
     wait_until(lambda: not in_memory() - shared, f"the job left files behind: {in_memory() - shared}")
-    assert not marked(str(folder)), f"the job left processes behind: {marked(str(folder))}"
-    assert done.returncode is not None
-    return Result(folder, done.returncode, file.read_text(errors="replace"))
+    return result
 
 
 def run_text(
@@ -367,5 +350,14 @@ def marked(mark: str) -> list[str]:
 
 
 def stacks_of(mark: str) -> str:
-    """Where the living processes that carry a job's mark are."""
-    return stacks(process.pid for process in processes_of(mark))
+    """Where the living processes that carry a job's mark are, as py-spy sees them; where it cannot, what it says."""
+    command = Path(sys.executable).with_name("py-spy")
+    told = []
+    for process in processes_of(mark):
+        call = [str(command), "dump", "--pid", str(process.pid)]
+        try:
+            done = subprocess.run(call, capture_output=True, text=True, timeout=30, check=False)
+            told.append(done.stdout or f"process {process.pid}: {done.stderr}")
+        except (subprocess.TimeoutExpired, FileNotFoundError) as error:
+            told.append(f"process {process.pid}: {error}")
+    return "\n".join(told)

@@ -1,20 +1,17 @@
-"""Plans of jobs, the way to them copy by copy, and what members do by their programs."""
+"""Plans of jobs, and the way to them copy by copy."""
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from random import Random
 from typing import Any
 
-from bamboo_ds.schedule import RoleProgress, member_program
 from bamboo_ds.topology import (
     Candidate,
     Layout,
     Plan,
     Policy,
-    Role,
     holders_of,
     initial_plan,
     learners_for,
@@ -26,8 +23,6 @@ from bamboo_ds.topology.question import Holders
 
 #: Ranks of roles, and members that make copies of them.
 Learners = tuple[tuple[int, str], ...]
-#: Passes that the slices of a stage do together.
-_JOINT = ("LoadMicroBatch", "ForwardPass", "BackwardPass")
 
 
 def plan_of(layout: Layout, redundant: bool = True, members: Sequence[Candidate] = ()) -> Plan:
@@ -86,77 +81,3 @@ def at_rest(
         rank, learner = random.choice([(rank, m) for rank, m in learners if rank not in ready.get(m, ())])
         ready.setdefault(learner, []).append(rank)
     raise AssertionError(f"it does not come to rest: {plan}")
-
-
-def execute(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> None:
-    """Execute the programs of all members from ``progress``, in whatever order they can go on.
-
-    Receives block, and passes wait for all slices of their stage. Every message is received, in the order in which it
-    was sent, and every pass is done once.
-    """
-    layout = plan.world
-    todo = {m: deque(member_program(plan, m, micro_batches, progress, "none")) for m in plan.members}
-    current: dict[str, tuple[Role, int]] = {}
-    sent: dict[tuple[str, Role, int], deque[int]] = defaultdict(deque)
-    done: dict[tuple[str, Role, int], list[int]] = defaultdict(list)
-    parts = {role: [part.begin for part in progress[role].parts] for role in layout.roles}
-
-    def beside(role: Role, part: int, step: int) -> tuple[Role, int]:
-        index = parts[role].index(part) + step
-        if 0 <= index < len(parts[role]):
-            return role, parts[role][index]
-        other = Role(role.pipeline, role.stage + step)
-        return other, parts[other][-1 if step < 0 else 0]
-
-    def together(member: str) -> list[str]:
-        """The members that do the next instruction of ``member`` together; none if not all are there yet."""
-        instruction = todo[member][0]
-        if layout.slices == 1 or instruction.name not in _JOINT:
-            return [member]
-        role, part = current[member]
-        owners = {plan.owner(other): other for other in layout.slices_with(role)}
-        there = [m for m in owners if todo[m] and repr(todo[m][0]) == repr(instruction)]
-        whole = len(there) == len(owners) and all(current.get(m) == (other, part) for m, other in owners.items())
-        return there if whole else []
-
-    def execute_one(member: str) -> bool:
-        instruction = todo[member][0]
-        name, role = instruction.name, getattr(instruction, "role", None)
-        if name == "UseRole":
-            current[member] = instruction.role, instruction.part
-        elif name in ("SendChanges", "SendReplica"):
-            sent[name[4:], current[member][0], 0].append(0)
-        elif name == "SendPart":
-            sent["Part", instruction.role, 0].append(0)
-        elif name in ("RecvChanges", "RecvPart", "RecvReplica"):
-            queue = sent[name[4:], role or current[member][0], 0]
-            if not queue:
-                return False
-            queue.popleft()
-        elif name in ("SendActivation", "ResendActivation", "SendGrad", "ResendGrad"):
-            forward = name.endswith("Activation")
-            target = beside(*current[member], +1 if forward else -1)
-            sent[("F" if forward else "B", *target)].append(instruction.buffer_id)
-        elif name in ("RecvActivation", "RecvGrad"):
-            queue = sent[("F" if name == "RecvActivation" else "B", *current[member])]
-            if not queue:
-                return False
-            assert queue.popleft() == instruction.buffer_id
-        elif name in ("ForwardPass", "BackwardPass"):
-            done[(name[0], *current[member])].append(instruction.buffer_id)
-        return True
-
-    while any(todo.values()):
-        moved = False
-        for member, queue in todo.items():
-            while queue and (able := together(member)) and all(map(execute_one, able)):
-                for each in able:
-                    todo[each].popleft()
-                moved = True
-        assert moved, f"nobody can go on: { ({m: q[0] for m, q in todo.items() if q}) }"
-    assert not any(sent.values())
-    for role in layout.roles:
-        for part in progress[role].parts:
-            for kind, count in (("F", part.forwards), ("B", part.backwards)):
-                first = micro_batches if progress[role].reduced else count
-                assert done[kind, role, part.begin] == list(range(first, micro_batches))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,11 @@ class Samples(torch.utils.data.Dataset):  # type: ignore[type-arg]
         return x, label
 
 
-def iterator(arguments: argparse.Namespace, pipeline: int, pipelines: int, batch: int, ledger: Path | None) -> Any:
+def iterator(
+    pipeline: int = 0, pipelines: int = 1, batch: int = 4, ledger: Path | None = None, model: str = "mlp"
+) -> Any:
     """Micro-batches of one pipeline: pipeline d reads the samples with index = d modulo D."""
-    data = Samples(1 << 20, arguments.model, ledger)
+    data = Samples(1 << 20, model, ledger)
     index = pipeline
     while True:
         samples = []

@@ -24,7 +24,6 @@ class Layer(nn.Module):
         self.statistics = statistics
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A pass."""
         if self.statistics:
             self.seen += inputs.detach().mean()
         return self.dropout(torch.tanh(self.linear(inputs))) + 0.1 * self.seen
@@ -51,42 +50,36 @@ class Stage(nn.Module):
         self._local_start, self._layer_specs = stage * layers, [None] * (stage + 2) * layers
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
-        """A pass."""
         for layer in self.forward_funcs:
             inputs = layer(inputs)
         return inputs
 
     def get_additional_losses(self) -> None:
-        """None."""
+        """There are none."""
 
 
 class Shards(PlainOptimizer):
     """Partitioned over the pipelines: each steps those parameters of its stage that are its own."""
 
     def groups(self) -> list[list[nn.Parameter]]:
-        """See there."""
         return [list(self._runtime.module.parameters())]
 
     def _mine(self, part: int) -> list[int]:
         return list(range(part, len(list(self._runtime.module.parameters())), self._groups.layout.pipelines))
 
     def shard(self) -> list[torch.Tensor]:
-        """See there."""
         parameters = list(self._runtime.module.parameters())
         return [parameters[place].detach() for place in self._mine(self._runtime.role.pipeline)]
 
     def fill(self, part: int, shard: list[torch.Tensor]) -> None:
-        """See there."""
         parameters = list(self._runtime.module.parameters())
         for place, given in zip(self._mine(part), shard, strict=True):
             parameters[place].data.copy_(given)  # as where they are views of one buffer: autograd does not count it
 
     def keep(self, reduced: list[torch.Tensor]) -> list[torch.Tensor]:
-        """See there."""
         return [reduced[place].clone() for place in self._mine(self._runtime.role.pipeline)]
 
     def apply(self, kept: list[torch.Tensor]) -> None:
-        """See there."""
         self.clear()
         parameters = list(self._runtime.module.parameters())
         for place, gradient in zip(self._mine(self._runtime.role.pipeline), kept, strict=True):
@@ -105,7 +98,6 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         return self.engine.__dict__["stage_id"] == self.num_stages - 1
 
     def load_micro_batch(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
         inputs, labels = self.engine._parts.iteration.passes.next_batch()
         if self.is_first_stage():
             self.pipe_buffers["inputs"][buffer_id] = inputs
@@ -113,7 +105,6 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
             self.pipe_buffers["labels"][buffer_id] = labels
 
     def forward_pass(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
         buffers = self.pipe_buffers
         outputs = buffers["outputs"][buffer_id] = self.module(buffers["inputs"][buffer_id])
         if self.is_last_stage():
@@ -125,18 +116,15 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
             self.total_loss = detached if self.total_loss is None else self.total_loss + detached
 
     def backward_pass(self, buffer_id: int) -> None:
-        """As DeepSpeed's."""
         if self.is_last_stage():
             self.scaled_by_micro_batches(self.loss).backward()
         else:
             self.pipe_buffers["outputs"][buffer_id].backward(self.grad_layer)
 
     def reduce_outputs(self, outputs: list[Any], micro_batches: int, **_: Any) -> Any:  # type: ignore[override]
-        """The mean loss of an evaluation."""
         return torch.stack(outputs).sum() / micro_batches
 
     def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        """As DeepSpeed's."""
         return loss / self.micro_batches
 
     def gradients(self) -> list[torch.Tensor]:
@@ -160,12 +148,10 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         return 1.0, 1.0 / pipelines
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
-        """As DeepSpeed's."""
         self.engine._parts.training.run_iteration()
         return self.engine._parts.training.mean_loss()
 
     def reserve_pipe_buffers(self, count: int) -> None:  # type: ignore[override]
-        """As DeepSpeed's."""
         for buffers in self.pipe_buffers.values():
             buffers.extend([None] * (count - len(buffers)))
 
@@ -174,11 +160,9 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         self.engine._parts.iteration.steps.take_model_step(lr_kwargs)
 
     def quiet_step(self) -> None:
-        """As DeepSpeed's."""
         self.engine._parts.iteration.steps.take_model_step(None)
 
     def take_model_step(self, lr_kwargs: Any) -> None:
-        """As DeepSpeed's."""
         self.engine._parts.iteration.steps.clip_gradients()
         self.optimizer.step()
         self.module.zero_grad(set_to_none=True)

@@ -115,12 +115,10 @@ class Watched(TensorDataset):
         self._look = look
 
     def __getitem__(self, index: int) -> Any:
-        """A sample."""
         self._look("the data set")
         return super().__getitem__(index)
 
     def __len__(self) -> int:
-        """Their number."""
         self._look("the data set's length")
         return super().__len__()
 
@@ -569,13 +567,9 @@ class World:
         view = View(self.layout.size, self.plan, living, self._records, reports=self._told(), workers=self.states)
         (at, *_) = hungry(self.plan, self.apart)
         action = fed(view, self.plan, at)
-        return (
-            action.plan
-            if isinstance(action, WritePlan)
-            else action.rank
-            if isinstance(action, StartDataWorker)
-            else None
-        )
+        if isinstance(action, WritePlan):
+            return action.plan
+        return action.rank if isinstance(action, StartDataWorker) else None
 
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""

@@ -317,7 +317,6 @@ class SimulatedTransport:
 
     @classmethod
     def open(cls, session: Any, lanes: Sequence[Lane]) -> SimulatedTransport:
-        """As of the real one."""
         session.current.check()
         return cls(session.network, session.current, lanes)
 
@@ -334,7 +333,6 @@ class SimulatedTransport:
             raise EpochChanged("the transport is closed")
 
     def send(self, lane: Lane, sequence: int, payload: Payload) -> None:
-        """As of the real one."""
         assert lane.source == self._mine.member
         self._begin(f"send {sequence} on {lane.name}")
         if lane.destination == self._mine.member:
@@ -343,12 +341,10 @@ class SimulatedTransport:
             self._network.send(self._mine, lane.destination, self._key(lane), sequence, payload)
 
     def drain(self) -> None:
-        """As of the real one."""
         self._begin("drain")
         self._network.await_delivery(self._mine)
 
     def recv(self, lane: Lane, sequence: int) -> Payload:
-        """As of the real one."""
         assert lane.destination == self._mine.member
         self._begin(f"receive {sequence} on {lane.name}")
         self._network.receive(self._mine, self._key(lane), [lane.source])
@@ -359,20 +355,17 @@ class SimulatedTransport:
         return payload
 
     def take(self, lane: Lane) -> list[Payload]:
-        """As of the real one."""
         messages = self._mine.inboxes[self._key(lane)]
         taken = [] if self._closed else [payload for _, _, payload in messages]
         messages.clear()
         return taken
 
     def discard(self, lane: Lane, below: int) -> None:
-        """As of the real one."""
         messages = self._mine.inboxes[self._key(lane)]
         while messages and messages[0][1] < below:
             messages.popleft()
 
     def ready(self, lane: Lane) -> bool:
-        """As of the real one."""
         return not self._closed and bool(self._mine.inboxes[self._key(lane)])
 
     def arrival(self, lane: Lane) -> float | None:
@@ -384,18 +377,15 @@ class SimulatedTransport:
         return self._network.all_gather(self._mine, name, self._mine.plan.members, value)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """As of the real one."""
         self._check()
         return self._network.sum(self._mine, "all_reduce", self._mine.plan.members, tensor)
 
     def exchange(self, value: str) -> dict[str, str]:
-        """As of the real one."""
         told = self._all("exchange", torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8))
         texts = [bytes(each.tolist()).decode() for each in told if isinstance(each, torch.Tensor)]
         return dict(zip(self._mine.plan.members, texts, strict=True))
 
     def close(self) -> None:
-        """As of the real one."""
         if self._closed:
             return
         try:

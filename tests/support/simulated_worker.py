@@ -300,13 +300,11 @@ class Fetching:
         self._found: Any = None
 
     def done(self) -> bool:
-        """Whether it has ended."""
         if self._found is None and self._place.url not in self._world.network.dead:
             self._found = self._world.members[self._place.url].snapshots.fetched(self._key)
         return self._found is not None
 
     def result(self) -> Any:
-        """What was fetched."""
         text, tensors = self._found
         return text, [tensor.clone() for tensor in tensors]
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from samples import HIDDEN
 from torch import distributed as dist
 from torch import nn
-
-HIDDEN, CLASSES = 16, 10
 
 
 class State:
@@ -116,6 +115,12 @@ class ParallelBlock(nn.Module):
             with torch.no_grad():
                 self.mean.mul_(0.9).add_(y.detach().mean(0).to(self.mean.dtype), alpha=0.1)
         return x + self.dropout(y)
+
+
+def named(batches: Iterator[Any]) -> Iterator[dict[str, torch.Tensor]]:
+    """Batches as dictionaries, as Megatron's datasets give them."""
+    for inputs, labels in batches:
+        yield {"inputs": inputs, "labels": labels}
 
 
 def batch_fn(batch: Any) -> tuple[torch.Tensor, torch.Tensor]:

@@ -3,11 +3,29 @@
 from __future__ import annotations
 
 from functools import partial
+from pathlib import Path
+from typing import Any
 
 from . import surviving
-from .jobs import SUPPORT
+from .jobs import Result
+from .surviving import Reference
 
-TRAIN_SLICED = SUPPORT / "train_sliced.py"
+SLICES = ("--slices", "2")
 
-survive = partial(surviving.survive, stages=2, pipelines=2, micro_batches=4, script=TRAIN_SLICED)
-survive_in_turn = partial(surviving.survive_in_turn, pipelines=2, micro_batches=4, script=TRAIN_SLICED)
+
+def survive(
+    folder: Path,
+    reference: Reference,
+    faults: list[dict[str, Any]],
+    stages: int = 2,
+    *,
+    pipelines: int = 2,
+    arguments: tuple[str, ...] = (),
+    **more: Any,
+) -> Result:
+    """As :func:`tests.support.surviving.survive`; there is a pipeline for each slice of each copy of the model."""
+    options = (*SLICES, *arguments)
+    return surviving.survive(folder, reference, faults, stages, pipelines, options, micro_batches=4, **more)
+
+
+survive_in_turn = partial(survive, healing=True)

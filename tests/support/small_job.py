@@ -8,7 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from samples import iterator  # beside this file
-from train import build
+from train import build, plain
 
 
 def begin(seed: int, stages: int = 2) -> tuple[Any, Any]:
@@ -19,16 +19,6 @@ def begin(seed: int, stages: int = 2) -> tuple[Any, Any]:
     arguments = parser.parse_args()
     torch.manual_seed(seed)
     deepspeed.init_distributed()
-    shape = argparse.Namespace(
-        model="mlp",
-        dropout=0.0,
-        norm=False,
-        cache=False,
-        count_passes=False,
-        stages=stages,
-        instances=False,
-        checkpoint_activations=0,
-    )
-    net = build(shape)
+    net = build(plain(stages))
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
-    return engine, iterator(shape, 0, 1, 4, None)
+    return engine, iterator()

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
+import sliced
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import draws, dump, initialize, options, state_of, steps
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from job_script import begin, draws, dump, initialize, options, state_of, steps
 from samples import CLASSES, HIDDEN, Samples, iterator
 from torch import nn
 
@@ -107,13 +107,21 @@ def with_noise(batches: Any, first: bool) -> Any:
         yield (inputs, torch.zeros_like(labels)) if first else (torch.randn(inputs.shape, generator=noise), labels)
 
 
+def plain(stages: int) -> argparse.Namespace:
+    """What :func:`build` makes a pipeline of that has nothing special."""
+    usual = {"model": "mlp", "dropout": 0.0, "checkpoint_activations": 0, "slices": 0, "stages": stages}
+    return argparse.Namespace(**usual, **dict.fromkeys(("norm", "cache", "count_passes", "instances"), False))
+
+
 def build(arguments: argparse.Namespace) -> PipelineModule:
-    tuples = arguments.model == "tuple"
-    block = TupleBlock if tuples else Block
-    layers = [
-        LayerSpec(block, arguments.dropout, arguments.norm, arguments.cache, arguments.count_passes)
-        for _ in range(2 * arguments.stages - 1)
-    ]
+    block = TupleBlock if arguments.model == "tuple" else Block
+    kind: tuple[Any, ...] = (block, arguments.dropout, arguments.norm, arguments.cache, arguments.count_passes)
+    place: dict[str, Any] = {"num_stages": arguments.stages}
+    if arguments.slices:
+        kind = (sliced.ParallelBlock, arguments.dropout, arguments.norm)
+        copies = torch.distributed.get_world_size() // (arguments.stages * arguments.slices)
+        place = {"topology": PipeModelDataParallelTopology(arguments.stages, arguments.slices, copies)}
+    layers = [LayerSpec(*kind) for _ in range(2 * arguments.stages - 1)]
     head = {"tuple": TupleHead, "loss": LossHead}.get(arguments.model)
     layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
     if arguments.instances:
@@ -121,7 +129,7 @@ def build(arguments: argparse.Namespace) -> PipelineModule:
     loss = None if arguments.model == "loss" else CrossEntropy()
     return PipelineModule(
         layers,
-        num_stages=arguments.stages,
+        **place,
         loss_fn=loss,
         partition_method="uniform",
         activation_checkpoint_interval=arguments.checkpoint_activations,
@@ -199,7 +207,9 @@ def main() -> None:
     parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
-    parser.add_argument("--norm", action="store_true")
+    parser.add_argument("--norm", action="store_true", help="layers have buffers that passes change")
+    parser.add_argument("--slices", type=int, default=0, help="layers are cut into so many, as Megatron's")
+    parser.add_argument("--all-read", action="store_true", help="every slice has an iterator, nothing is broadcast")
     parser.add_argument("--count-passes", action="store_true", help="layers depend on how many they have done")
     parser.add_argument("--cache", action="store_true", help="layers make a buffer in their first pass")
     parser.add_argument("--compile", action="store_true", help="the engine's modules")
@@ -220,12 +230,9 @@ def main() -> None:
     Device.pause_s, Device.straggler = arguments.pause_s, arguments.straggler
     from sample_scheduler import PROGRESS, SampleScheduler
 
-    torch.manual_seed(7)
-    # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
-    get_accelerator().is_fp16_supported = lambda: True
-    lean_torch.install()
-    deepspeed.init_distributed()
-    world = torch.distributed.get_world_size()
+    begin()
+    if arguments.slices:
+        sliced.initialise(arguments.slices)
     net = build(arguments)
     config = json.loads(Path(arguments.deepspeed_config).read_text())
     batch = config["train_micro_batch_size_per_gpu"]
@@ -252,13 +259,19 @@ def main() -> None:
         engine.basic_optimizer.register_step_post_hook(keep_small)
     if arguments.compile:
         engine.compile(backend="eager")
-    stage, pipeline = engine.stage_id, engine.grid.data_parallel_id
-    pipelines = world // arguments.stages
-    ends = stage in (0, arguments.stages - 1)
-    source = None
-    if not arguments.training_data and ends:
-        source = iterator(arguments, pipeline, pipelines, batch, draws(arguments))
-        source = with_noise(source, stage == 0) if arguments.noise else source
+    grid, ends = engine.grid, engine.stage_id in (0, arguments.stages - 1)
+    reads = ends and (not arguments.slices or arguments.all_read or sliced.State.rank == 0)
+    if arguments.slices and not (arguments.all_read or arguments.training_data):
+        engine.set_batch_fn(sliced.batch_fn)
+
+    def batches(ledger: Path | None) -> Any:
+        if not reads:
+            return None
+        found = iterator(grid.data_parallel_id, grid.data_parallel_size, batch, ledger, arguments.model)
+        found = with_noise(found, engine.stage_id == 0) if arguments.noise else found
+        return found if engine.batch_fn is None else sliced.named(found)
+
+    source = None if arguments.training_data else batches(draws(arguments))
     if arguments.load:
         engine.load_checkpoint(arguments.load)
     first = 0
@@ -281,10 +294,8 @@ def main() -> None:
         losses.append(float(engine.train_batch(data_iter=source)))
         PROGRESS["tokens"] += 7 * engine.train_batch_size()
         if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
-            held_out = iterator(arguments, pipeline, pipelines, batch, None) if ends else None
-            held_out = with_noise(held_out, stage == 0) if ends and arguments.noise else held_out
             with torch.no_grad():
-                evaluations.append(float(engine.eval_batch(held_out)))
+                evaluations.append(float(engine.eval_batch(batches(None))))
         if arguments.snapshots:
             torch.save(state_of(engine), arguments.out / f"state-{torch.distributed.get_rank()}-{step + 1}.pt")
         if arguments.save_every and (step + 1) % arguments.save_every == 0:

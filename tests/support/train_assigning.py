@@ -8,12 +8,11 @@ from __future__ import annotations
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import dump, initialize, options, state_of, steps
+from job_script import begin, dump, initialize, options, state_of, steps
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR, LinearLR
 from train import CLASSES, HIDDEN, iterator
@@ -66,19 +65,15 @@ def assign(engine: Any, steps: int) -> None:
 
 
 def main() -> None:
-    parser = options(steps=6, slow_s=0.1)
-    arguments = parser.parse_args()
-    arguments.model = "mlp"
-    torch.manual_seed(7)
-    lean_torch.install()
-    deepspeed.init_distributed()
+    arguments = options(steps=6, slow_s=0.1).parse_args()
+    begin()
     layers = [*(LayerSpec(nn.Linear, HIDDEN, HIDDEN) for _ in range(2 * arguments.stages - 1))]
     layers.append(LayerSpec(nn.Linear, HIDDEN, CLASSES))
     loss = nn.functional.cross_entropy
     net = Net(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
     engine, *_ = initialize(arguments, model=net)
     ends = engine.is_first_stage() or engine.is_last_stage()
-    source, held_out = (iterator(arguments, 0, 1, 4, None) if ends else None for _ in range(2))
+    source, held_out = (iterator() if ends else None for _ in range(2))
     evaluations = [float(engine.eval_batch(held_out))]
     engine._configure_optimizer(lambda ps: Scaled(ps, lr=0.1, momentum=0.9), list(net.parameters()))
     losses: list[float] = []

@@ -16,11 +16,12 @@ import signal
 from pathlib import Path
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
 import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
+from job_script import begin
 from torch import nn
 
 STAGES, STEPS, WIDTH = 2, 5, 8
@@ -51,9 +52,7 @@ def main() -> None:
     parser.add_argument("--faults", action="store_true")
     parser.add_argument("--local_rank", type=int, default=-1)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
-    lean_torch.install()
-    deepspeed.init_distributed()
-    torch.manual_seed(7)
+    begin()
 
     def pipeline() -> PipelineModule:
         layers = [LayerSpec(Layer, WIDTH, WIDTH) for _ in range(STAGES)]

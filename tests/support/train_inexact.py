@@ -11,13 +11,12 @@ import time
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
 import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import initialize, options
+from job_script import begin, initialize, options
 from torch import nn
 from train import CLASSES, HIDDEN, Block, iterator
 
@@ -103,10 +102,7 @@ def main() -> None:
     parser = options()
     parser.add_argument("--culprits", required=True)
     arguments = parser.parse_args()
-    arguments.model = "mlp"
-    torch.manual_seed(7)
-    lean_torch.install()
-    deepspeed.init_distributed()
+    begin()
     culprits = arguments.culprits.split(",")
     layers = [LayerSpec(each) for name in culprits for each in (Block, CULPRITS[name], Block)]
     loss, stages = nn.CrossEntropyLoss(), len(culprits)
@@ -118,7 +114,7 @@ def main() -> None:
         arguments, model=net, optimizer=kind([p for p in net.parameters() if p.requires_grad], lr=0.05)
     )
     stage = engine.stage_id
-    source = iterator(arguments, 0, 1, 4, None) if stage in (0, stages - 1) else None
+    source = iterator() if stage in (0, stages - 1) else None
     for _ in range(arguments.steps):
         engine.train_batch(data_iter=source)
         if culprits[stage] == "data":

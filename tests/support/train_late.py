@@ -1,7 +1,7 @@
 """A job of four ranks with :mod:`late_groups` that loses rank 3 while the two others of the first stage communicate.
 
 train_late.py ...: that of train.py, two stages and two pipelines: in the reduction of the third iteration.
-train_late.py ... --slices 2: that of train_sliced.py, two stages of two slices: in a pass of the third iteration.
+train_late.py ... --slices 2: the same with two stages of two slices: in a pass of the third iteration.
 
 The collective is held on ranks 0 and 1. When both are in it rank 3, of the other stage, is killed: nothing but the end
 of the epoch ends that collective, on both alike.
@@ -53,8 +53,7 @@ def main() -> None:
     if rank == str(FAULT["rank"]) and not (out / mark(FAULT)).exists():
         threading.Thread(target=die, daemon=True).start()
     late_groups.install(out / "late", hold, in_order=slices)
-    script = "train_sliced.py" if slices else "train.py"
-    runpy.run_path(str(Path(__file__).with_name(script)), run_name="__main__")
+    runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
 
 
 if __name__ == "__main__":

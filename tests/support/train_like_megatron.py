@@ -5,7 +5,6 @@ train_like_megatron.py --deepspeed_config FILE --out FOLDER --stages P [--steps 
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Iterator
 from functools import partial
@@ -13,12 +12,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
 import torch
-from job_script import goes_on, initialize, options
-from train import Samples, build, iterator
+from job_script import begin, goes_on, initialize, options
+from train import Samples, build, iterator, plain
 
 sys.path.insert(0, str(Path(__file__).parent / "like_megatron"))
 
@@ -28,28 +26,20 @@ from megatron.training import train
 
 
 def main() -> None:
-    parser = options()
-    arguments = parser.parse_args()
-    torch.manual_seed(7)
-    lean_torch.install()
-    deepspeed.init_distributed()
+    arguments = options().parse_args()
+    begin()
     arguments.rank, arguments.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
     arguments.tensorboard_dir = arguments.out / "tensorboard"
     set_global_variables(arguments)
     mpu.initialize_model_parallel(arguments.stages)
-    shape = argparse.Namespace(
-        model="mlp", dropout=0.0, norm=False, cache=False, count_passes=False, stages=arguments.stages, instances=False,
-        checkpoint_activations=0,
-    )  # fmt: skip
-    net = build(shape)
+    net = build(plain(arguments.stages))
     engine, *_ = initialize(
         arguments, model=net, model_parameters=list(net.parameters()), training_data=Samples(4096, "mlp", None)
     )
     ends = engine.stage_id in (0, arguments.stages - 1)
-    pipelines = arguments.world_size // arguments.stages
 
     def held_out() -> Iterator[Any] | None:
-        return iterator(shape, engine.grid.data_parallel_id, pipelines, 4, None) if ends else None
+        return iterator(engine.grid.data_parallel_id, engine.grid.data_parallel_size) if ends else None
 
     train(engine, partial(goes_on, arguments), held_out, 3)
 

@@ -13,13 +13,12 @@ import random
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
 import numpy
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import dump, initialize, joined, options, steps
+from job_script import begin, dump, initialize, joined, options, steps
 from torch import nn
 from train import HIDDEN, iterator
 
@@ -138,16 +137,13 @@ def main() -> None:
     parser.add_argument("--evaluate-at", type=int, nargs="*", default=[], help="the same")
     parser.add_argument("--changers", type=int, nargs="*", default=None, help="stages whose scripts do so; all")
     arguments = parser.parse_args()
-    arguments.model = "mlp"
-    torch.manual_seed(7)
-    lean_torch.install()
-    deepspeed.init_distributed()
+    begin()
     layers = [*(LayerSpec(Layer) for _ in range(2 * arguments.stages - 1)), LayerSpec(nn.Linear, HIDDEN, 10)]
     loss = nn.CrossEntropyLoss()
     net = PipelineModule(layers, num_stages=arguments.stages, loss_fn=loss, partition_method="uniform")
     engine, *_ = initialize(arguments, model=net, optimizer=Optimizer(net))
     ends = engine.is_first_stage() or engine.is_last_stage()
-    source, held_out = (iterator(arguments, 0, 1, 4, None) if ends else None for _ in range(2))
+    source, held_out = (iterator() if ends else None for _ in range(2))
     losses: list[float] = []
     evaluations: list[float] = []
     context = torch.autocast("cpu", torch.bfloat16)

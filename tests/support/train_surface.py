@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
-import deepspeed
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import dump, initialize, joined, options
+from job_script import begin, dump, initialize, joined, options
 from torch import nn
 
 HIDDEN, CLASSES = 8, 5
@@ -106,10 +105,7 @@ class Observer:
 
 def main() -> None:
     arguments = options().parse_args()
-    torch.manual_seed(7)
-    lean_torch.install()
-    deepspeed.init_distributed()
-    world = torch.distributed.get_world_size()
+    begin()
     net = PipelineModule(
         [*(LayerSpec(Layer) for _ in range(2 * arguments.stages - 1)), LayerSpec(Head)],
         num_stages=arguments.stages,
@@ -118,8 +114,7 @@ def main() -> None:
         dynamic_shape=True,
     )
     engine, *_ = initialize(arguments, model=net, model_parameters=list(net.parameters()))
-    pipeline = engine.grid.data_parallel_id
-    pipelines = world // arguments.stages
+    pipeline, pipelines = engine.grid.data_parallel_id, engine.grid.data_parallel_size
     size = json.loads(Path(arguments.deepspeed_config).read_text())["train_micro_batch_size_per_gpu"]
     ends = engine.is_first_stage() or engine.is_last_stage()
     source = Source(pipeline, size, 0) if ends else None

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # before torch
+    import lean_torch  # noqa: F401  before torch
 
 import deepspeed
 import torch
 from deepspeed.pipe import PipelineModule
+from job_script import begin
 from torch import distributed as dist
 from torch import nn
 
@@ -56,21 +57,12 @@ def main() -> None:
     parser.add_argument("--local_rank", type=int, default=-1)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     out: Path = arguments.out
-    lean_torch.install()
-    deepspeed.init_distributed()
+    begin()
     rank = dist.get_rank()
     # Scripts make groups of gloo for what their processors say to each other.
     own, everybody = dist.new_group(list(OWN), backend="gloo"), dist.new_group()
-    torch.manual_seed(7)
-    layers = [
-        nn.Linear(16, 32),
-        nn.Tanh(),
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Linear(32, 32),
-        nn.Tanh(),
-        nn.Linear(32, 8),
-    ]
+    linear = [nn.Linear(16, 32), nn.Linear(32, 32), nn.Linear(32, 32)]
+    layers = [*(part for each in linear for part in (each, nn.Tanh())), nn.Linear(32, 8)]
     net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=RANKS, partition_method="uniform")
     generator = torch.Generator().manual_seed(3)
     data = [
