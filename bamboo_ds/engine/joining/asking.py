@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
@@ -30,9 +31,11 @@ def asked(job: Job, sources: Sequence[PeerAddress], key: str) -> str:
     """
     failures = []
     for timeout_s in _ASK_TIMEOUTS_S:
+        end = time.monotonic() + timeout_s
         for place in sources or job.channel.wait_peers(job.settings.recovery.plan_timeout_s):
             try:
                 return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=job.channel.secret)[0]
             except TransferError as error:
                 failures.append(str(error))
+        time.sleep(max(0.0, end - time.monotonic()))  # those that refuse may be on their way
     raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
