@@ -328,7 +328,7 @@ def test_boundaries(retain: bool) -> None:
     third.send_grads(0)
     second.recv_grads(0)
     assert second.ds.grad_layer.tolist() == [3.0, 3.0] and (0 in gradients) == retain
-    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1)"]
+    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
     if not retain:
         return
     third.progress.resumed = True  # shadows do no backward passes in what is resumed
@@ -336,9 +336,9 @@ def test_boundaries(retain: bool) -> None:
     third.resend_grad(0)
     first.resend_activation(0)
     assert {name: len(sent) for name, sent in mail.lanes.items()} == {
-        "activation (0,1)": 1,
-        "gradient (0,1)": 2,
-        "shadow_gradient (0,1)": 1,
+        "activation (0,1) from m0 to m1": 1,
+        "gradient (0,1) from m2 to m1": 2,
+        "shadow_gradient (0,1) from m2 to m0": 1,
     }
 
 

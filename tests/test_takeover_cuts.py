@@ -319,7 +319,7 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
 
     def counting(self: BatchSupply, micro_batches: int) -> None:
         own = [runtime for runtime in self.binding.owned() if runtime.role.stage in (0, self.epoch.layout.stages - 1)]
-        lanes = [lane for (stream, _), lane in self.epoch.lanes.streams.items() if stream in BATCH_PARTS]
+        lanes = [lane for stream, _, lane in self.epoch.lanes if stream in BATCH_PARTS]
         serves = any(lane.source == self.epoch.member for lane in lanes)
         drawn[serves and bool(own) and all(runtime.results.reduced is not None for runtime in own)] += 1
         draw_ahead(self, micro_batches)

@@ -123,7 +123,7 @@ class BatchSupply(InContext):
         """Use the lanes of a new epoch, given what each member has received of this operation."""
         member, plan = self.epoch.member, self.epoch.plan
         serving, sources, feeding = [], [], set()
-        for (stream, role), lane in self.epoch.lanes.streams.items():
+        for stream, role, lane in self.epoch.lanes:
             part = BATCH_PARTS.get(stream)
             if part is None:
                 continue
@@ -158,7 +158,7 @@ class BatchSupply(InContext):
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
             self.batches.end(micro_batches)
-            for (stream, _), lane in self.epoch.lanes.streams.items() if gradients else ():
+            for stream, _, lane in self.epoch.lanes if gradients else ():
                 if stream is Stream.SHADOW_GRADIENT and lane.destination == self.epoch.member:
                     # Those of the next iteration depend on what this member does in it.
                     self.epoch.transport.take(lane)

@@ -9,6 +9,7 @@ import torch
 
 from ...state import Tree
 from ...topology import Role
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction
@@ -114,7 +115,7 @@ class Replication(InContext):
             verification.tensors if differed and verification.checksum is not None else [],
         )
         payload = as_message(vars(told))
-        for lane in self.epoch.lanes.replicas(runtime.role):
+        for lane in self.epoch.lanes.of(Stream.REPLICA, runtime.role):
             self.epoch.transport.send(lane, self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
@@ -122,7 +123,9 @@ class Replication(InContext):
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None))
         told = StepMessage(**from_message(payload))
-        self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
+        same = self.epoch.lanes.to(Stream.TOLD, role, self.epoch.member)
+        assert same is not None
+        self.epoch.transport.take(same)
         construction = self.constructions.get(role)
         if construction is not None:
             construction.incoming = told.reduced, told.layers, told.trained
@@ -139,7 +142,7 @@ class Replication(InContext):
 
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
-        for lane in self.epoch.lanes.replicas(role):
+        for lane in self.epoch.lanes.of(Stream.REPLICA, role):
             self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else as_message(layers))
 
     def receive_layers(self, role: Role) -> Tree | None:
@@ -186,12 +189,12 @@ class Replication(InContext):
         """
         runtimes, transport, sequence = self.binding.runtimes, self.epoch.transport, self.progress.sequence
         self.binding.refresh()
-        lanes = self.epoch.lanes.shards.items()
-        for (role, _), lane in lanes:
+        lanes = [(role, lane) for stream, role, lane in self.epoch.lanes if stream is Stream.SHARD]
+        for role, lane in lanes:
             if lane.source == self.epoch.member:
                 transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard()))
         shards = {role: runtime.optimizer.shard() for role, runtime in runtimes.items() if runtime.owned}
-        for (role, _), lane in lanes:
+        for role, lane in lanes:
             if lane.destination == self.epoch.member:
                 shards[role] = list(transport.recv(lane, sequence))  # type: ignore[arg-type]
         for runtime in runtimes.values():

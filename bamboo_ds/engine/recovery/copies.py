@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from ...errors import TransferError
 from ...state import Tree
 from ...topology import Layout, Plan, Role
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
@@ -48,14 +49,15 @@ class Copies(InContext):
         self.binding.refresh()
         runtimes, member, transport = self.binding.runtimes, self.epoch.member, self.epoch.transport
         for role in roles:
-            lanes = self.epoch.lanes.states(role)
+            lanes = self.epoch.lanes.of(Stream.STATE, role)
             if lanes and self.epoch.owns(role):
                 message = as_message(capture(runtimes[role]))
                 for lane in lanes:
                     transport.send(lane, self.progress.sequence, message)
         for role in roles:
-            if self.epoch.shadows(role) or role in self.epoch.plan.learned_by(member):
-                state = from_message(transport.recv(self.epoch.lanes.state(role, member), self.progress.sequence))
+            incoming = self.epoch.lanes.to(Stream.STATE, role, member)
+            if incoming is not None:
+                state = from_message(transport.recv(incoming, self.progress.sequence))
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()
