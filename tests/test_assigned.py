@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.iteration.committing import Commits
 from bamboo_ds.engine.operations.training import Training
-from bamboo_ds.engine.replicas.construction import Construction, KeptSettings
+from bamboo_ds.engine.replicas.construction import Construction, Kept
 from bamboo_ds.engine.replicas.refusals import check_optimizer, check_optimizer_hooks
 from bamboo_ds.engine.replicas.replica import build_stage_module, capture, restore
 from bamboo_ds.engine.script.assigned import ENGINE, MODULE, agree, describe, differing, fingerprint
@@ -336,7 +336,8 @@ def test_a_copy_from_before_the_scheduler_was_replaced() -> None:
     assert construction.scheduled_by(mine.pristine) is old
     before = Adjustable.of(mine)
     mine.attributes["lr_scheduler"] = Asking(None, None)
-    construction.kept.append(KeptSettings(5, changed(mine, before)))
+    told = changed(mine, before)
+    construction.kept.append(Kept(5, told.give, told.assigned.replacement))
     assert mine.pristine is not old and construction.scheduled_by(mine.pristine) is old
     construction.forget(5)
     assert construction.scheduled_by(mine.pristine) is mine.pristine

@@ -361,5 +361,5 @@ def test_a_replica_under_construction_follows_evaluations() -> None:
         assert len(construction.kept) == follows
         construction.runtime = SimpleNamespace(layers=Layers(built))
         while construction.kept:
-            copies._repeat(construction)
+            construction.kept.popleft().follow(construction.runtime)
         assert torch.equal(built.running_mean, evaluated.running_mean)  # type: ignore[arg-type]

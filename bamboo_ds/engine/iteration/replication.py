@@ -12,7 +12,7 @@ from ...topology import Role
 from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
-from ..replicas.construction import Construction
+from ..replicas.construction import Construction, Kept
 from ..stage.commit import Measured
 from ..stage.runtime import StageRuntime
 from ..stage.work import Results
@@ -179,8 +179,26 @@ class Replication(InContext):
         if construction is None:
             self.steps.step_replica(self.binding.runtimes[role])
             return
-        assert self.progress.position is not None
-        construction.keep(self.progress.sequence, self.progress.agreed, self.progress.position)
+        if construction.incoming is None:
+            return  # the snapshot is taken after this iteration, and contains it
+        (reduced, layers, trained), construction.incoming = construction.incoming, None
+        sequence, agreed, before = self.progress.sequence, self.progress.agreed, self.progress.position
+        assert before is not None
+
+        def repeat(runtime: StageRuntime) -> None:
+            if construction.follows:
+                before.restore(runtime)
+            runtime.results = Results(reduced=reduced, layers=layers)
+            if trained:
+                runtime.train_only(trained)
+            committed, self.progress.committed = self.progress.committed, agreed
+            self.steps.repeat(runtime)
+            self.progress.committed = committed
+            runtime.results = Results()
+            if construction.follows:
+                construction.positions[sequence].restore(runtime)
+
+        construction.kept.append(Kept(sequence, repeat))
 
     def exchange_shards(self) -> None:
         """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.
