@@ -114,12 +114,13 @@ class Save:
     """One save on one member.
 
     Attributes:
-        folder: what the script gave to ``save_checkpoint``.
-        owners: member that has copied each role, by rank.
-        leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
+        folder: what the script gave to ``save_checkpoint``, as an absolute path.
+        record: what is saved.
+        owners: member that copies each role, by rank. The first one leads.
         latest: whether DeepSpeed's file ``latest`` is to name it.
-        losses: gives those of all steps up to this one; ``None``: none are kept.
-        history: gives the JSON of what the job has done; ``None``: none is kept.
+        losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
+            that leads, as ``history``: the JSON of what the job has done, this save included.
+        leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         spared: what keeps the checkpoint before this one is there, or cannot be had.
@@ -132,11 +133,11 @@ class Save:
     folder: Path
     record: SaveRecord
     owners: tuple[str, ...]
-    leads: bool
-    latest: bool
-    losses: Callable[[], Sequence[float]] | None
-    history: Callable[[], str] | None
-    timeout_s: float
+    latest: bool = True
+    losses: Callable[[], Sequence[float]] | None = None
+    history: Callable[[], str] | None = None
+    leads: bool = False
+    timeout_s: float = 600.0
     known: KnownFolder | None = None
     files: dict[int, list[HostFile]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -149,6 +150,11 @@ class Save:
     def partial(self) -> Path:
         """Where it is put together."""
         return publish.partial_folder(self.folder, self.record.job, self.record.save_id, self.record.tag)
+
+    @property
+    def result(self) -> SaveResult:
+        """Its outcome, as long as there is nothing to tell."""
+        return SaveResult(self.folder, self.record.tag, self.record.save_id, self.record.step)
 
 
 class Control(Protocol):

@@ -261,7 +261,7 @@ class World:
         manifest = Manifest.model_validate({**fields, **written})
         root = self.folder / FOLDER
         try:
-            save = Save(root, record, plan.owners, True, True, None, None, 1.0)
+            save = Save(root, record, plan.owners, leads=True, timeout_s=1.0)
             if "mark" not in self.off:
                 check_lineage(save)
             folder = publish.open_partial(root, record)

@@ -9,7 +9,9 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 from bamboo_ds.engine.checkpoints.saving import HostCopyEngine
+from bamboo_ds.state.checkpoints import SaveRecord
 from bamboo_ds.state.saver import CheckpointSaver
+from bamboo_ds.state.writer import Save
 from bamboo_ds.topology import Layout
 
 out = Path(sys.argv[1])
@@ -23,7 +25,8 @@ client = {"mine": [1, 2]}
 engine.save_checkpoint(str(out / "stock"), tag="one", client_state=client)
 host = engine.checkpoint_engine = HostCopyEngine(engine.checkpoint_engine)
 saver = CheckpointSaver("job", "m0")
-saver.begin(out / "ours", "one", save_id="a", step=1, layout=Layout(1, 1), owners=("m0",))
+record = SaveRecord(job="job", save_id="a", tag="one", step=1, layout=Layout(1, 1))
+saver.begin(Save(out / "ours", record, owners=("m0",)))
 with host.collecting(out / "ours" / "one") as files:
     engine._save_checkpoint(str(out / "ours"), "one", client)
 assert not (out / "ours").exists()

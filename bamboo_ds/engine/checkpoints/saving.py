@@ -22,10 +22,10 @@ from ...compat import writes_zip_files
 from ...config import CheckpointConfig
 from ...errors import UnsupportedError
 from ...state import spares
-from ...state.checkpoints import CheckpointError, newest_complete, read_manifest
+from ...state.checkpoints import CheckpointError, SaveRecord, newest_complete, read_manifest
 from ...state.hostcopy import BufferPool, HostCopy
 from ...state.saver import CheckpointSaver
-from ...state.writer import HostFile, SaveResult
+from ...state.writer import HostFile, Save, SaveResult
 from ...topology import Plan
 from ..context.history import Done, History
 from ..context.records import Progress
@@ -185,22 +185,21 @@ class Saves:
         binding.refresh()
         save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
         this = Done("save", request.noted(save_id))
-        begun = self._saver.begin(
-            request.folder,
-            request.tag,
+        origin, generation = plan.lineage
+        record = SaveRecord(
+            job=self._job.channel.job,
             save_id=save_id,
+            tag=request.tag,
             step=binding.local.attributes["global_steps"],
             layout=plan.world,
-            owners=plan.owners,
-            latest=request.latest,
             seed=progress.seed,
             consumed=progress.consumed,
-            lineage=plan.lineage,
-            losses=lambda: self._history.losses(count),
-            history=lambda: self._history.first(count, this),
-            interrupt=self._job.session.check,
+            origin=origin,
+            generation=generation,
         )
-        if not begun:
+        save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest)
+        save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, this)
+        if not self._saver.begin(save, interrupt=self._job.session.check):
             return False
         for runtime in binding.owned():
             binding.use(runtime)
