@@ -13,7 +13,6 @@ import torch
 from ...errors import ConfigError, EpochChanged, ReplicaDiffers
 from ...observe.spans import Kind
 from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
-from ...supported import check_schedule
 from ...topology import Role
 from ..checkpoints.saving import Saves
 from ..context.operation import Outcome
@@ -71,7 +70,6 @@ class Training(InContext):
 
     def run_iteration(self) -> None:
         """What DeepSpeed executes a schedule for."""
-        check_schedule()
         self._begin = time.monotonic()
         self.binding.refresh()
         self.progress.position = SchedulerPosition.of(self.binding.local)

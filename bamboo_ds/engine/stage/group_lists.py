@@ -16,6 +16,7 @@ from torch.optim import lr_scheduler
 
 from ...errors import UnsupportedError
 from ...state import Tree
+from .references import content_of
 
 _PLAIN = (bool, int, float, str, type(None))
 _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_scheduler=lambda optimizer: ..."
@@ -105,14 +106,6 @@ def _made_by(function: Any) -> str:
     given = [*(function.__defaults__ or ()), *(content_of(cell) for cell in function.__closure__ or ())]
     code = function.__code__
     return f"{function.__qualname__}:{code.co_firstlineno}:{code.co_code.hex()}:{code.co_names}({_values(given)})"
-
-
-def content_of(cell: Any) -> Any:
-    """The value in a cell of a function's closure; ``None`` where the variable has none yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
 
 
 def _values(values: Any) -> str:

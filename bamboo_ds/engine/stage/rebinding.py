@@ -11,6 +11,8 @@ from typing import Any
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from .references import content_of
+
 
 class Rebinding:
     """Puts copies of modules in the place of these in functions and arguments.
@@ -67,10 +69,7 @@ class Rebinding:
         return own
 
     def _cell(self, cell: types.CellType) -> types.CellType:
-        try:
-            content = cell.cell_contents
-        except ValueError:  # a variable without a value yet
-            return cell
+        content = content_of(cell)
         found = self.of(content)
         return cell if found is content else types.CellType(found)
 

@@ -30,7 +30,7 @@ def reached(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Any]:
 
 def _children(value: Any) -> list[Any]:
     if inspect.isfunction(value):
-        cells = [cell.cell_contents for cell in value.__closure__ or () if _is_set(cell)]
+        cells = [content_of(cell) for cell in value.__closure__ or ()]
         named = [value.__globals__[name] for name in _names(value.__code__) if name in value.__globals__]
         return [*cells, *named, *(value.__defaults__ or ()), *(value.__kwdefaults__ or {}).values()]
     if inspect.ismethod(value):
@@ -50,8 +50,9 @@ def _names(code: CodeType) -> list[str]:
     return [*own, *(name for each in code.co_consts if isinstance(each, CodeType) for name in _names(each))]
 
 
-def _is_set(cell: Any) -> bool:
+def content_of(cell: Any) -> Any:
+    """The value in a cell of a function's closure; ``None`` where the variable has none yet."""
     try:
-        return cell.cell_contents is not None
-    except ValueError:  # a variable without a value yet
-        return False
+        return cell.cell_contents
+    except ValueError:
+        return None
