@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.wire import DTYPES, as_bytes
 from ...state import ARRAYS, Tree
@@ -156,30 +157,14 @@ def _writes(leaf: Any) -> int:
 
 def _apart(value: Any) -> tuple[str, list[Any]]:
     """Everything but the tensors as text, and the tensors."""
-    leaves: list[Any] = []
-
-    def text(each: Any) -> str:
-        kind = type(each)
-        if kind is dict:
-            return f"dict({', '.join(f'{key!r}: {text(one)}' for key, one in each.items())})"
-        if kind in _CONTAINERS:
-            return f"{kind.__name__}({', '.join(map(text, each))})"
-        if kind in _LEAVES:
-            return repr(each)
-        leaves.append(each)
-        return "*"
-
-    return text(value), leaves
+    flat, structure = tree_flatten(value)
+    text = f"{structure} {', '.join(repr(each) if type(each) in _LEAVES else '*' for each in flat)}"
+    return text, [each for each in flat if type(each) not in _LEAVES]
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change`` of its tensors and arrays in their place."""
-    kind = type(value)
-    if kind is dict:
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if kind in _CONTAINERS:
-        return kind(_mapped(each, change) for each in value)
-    return value if kind in _LEAVES else change(value)
+    return tree_map(lambda each: each if type(each) in _LEAVES else change(each), value)
 
 
 def packed(found: Plain) -> Tree:
