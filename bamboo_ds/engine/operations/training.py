@@ -104,7 +104,7 @@ class Training(InContext):
     @property
     def draws(self) -> bool:
         """Where the batches are those of a dataset, every member can read them."""
-        return not self.supply.batches.shared
+        return not self.supply.shared
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         micro_batches = self.ds.micro_batches
@@ -139,7 +139,7 @@ class Training(InContext):
         if committed:
             self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
         else:
-            self.supply.batches.drop()
+            self.supply.drop()
         self.binding.begin_iteration()
         progress.changed.clear()
         for runtime in self.binding.runtimes.values():

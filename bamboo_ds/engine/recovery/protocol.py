@@ -132,7 +132,7 @@ class RecoveryProtocol(InContext):
         """Bring what this member holds of the interrupted operation to where it goes on."""
         behind = self.epoch.member in decision.behind
         if behind:
-            self.supply.batches.drop()
+            self.supply.drop()
         elif decision.mode == "resume":
             self.roles.drop_reductions(decision.progress)
             self.copies.drop_incoming()
@@ -165,7 +165,7 @@ class RecoveryProtocol(InContext):
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
             spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.share.spent),
             commit=self.progress.vector,
-            received=self.supply.batches.received,
+            received=self.supply.received,
             repeatable=self.operation is None or self.operation.repeatable(),
             stale=any(runtime.stale for runtime in self.binding.runtimes.values()),
             replicas=self.copies.replicas(),
