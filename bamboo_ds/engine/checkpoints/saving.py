@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ...compat import writes_zip_files
@@ -40,25 +39,24 @@ logger = logging.getLogger("bamboo_ds")
 _FATAL_WAIT_S = 60.0
 
 
-class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
-    """Collects what DeepSpeed saves; otherwise DeepSpeed's own checkpoint engine ``inner``.
+class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
+    """Collects what DeepSpeed saves; otherwise as DeepSpeed's own checkpoint engine ``inner``.
 
     Takes the place of ``engine.checkpoint_engine``. While :meth:`collecting`, ``save`` copies and nothing touches the
-    file system; at other times (loading, ``save_16bit_model``) everything goes to ``inner``.
+    file system; at other times (``save_16bit_model``) files are written at once.
 
     Raises:
         UnsupportedError: ``inner`` is one of DeepSpeed's asynchronous or parallel writers.
     """
 
-    def __init__(self, inner: CheckpointEngine) -> None:
-        super().__init__()
+    def __init__(self, inner: Any) -> None:
         if type(inner) is not TorchCheckpointEngine:
             raise UnsupportedError(
                 f'DeepSpeed\'s {type(inner).__name__} cannot be used together with "bamboo", which writes checkpoints '
                 'in the background itself: remove "checkpoint.writer" and "datastates_ckpt" from the configuration'
             )
+        self.__dict__.update(vars(inner))
         self.name = type(self).__name__
-        self._inner = inner
         self._pool = BufferPool()
         self._files: list[HostFile] | None = None
         self._root = Path()
@@ -75,11 +73,11 @@ class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
     def save(self, state_dict: Any, path: str) -> None:
         """Copy ``state_dict`` to host memory at once (while collecting), else write it."""
         if self._files is None:
-            self._inner.save(state_dict, path)
+            super().save(state_dict, path)
             return
         name = Path(path).relative_to(self._root).as_posix()
         copy = HostCopy(state_dict, self._pool)
-        self._files.append(HostFile(name, copy, writes_zip_files(self._inner)))
+        self._files.append(HostFile(name, copy, writes_zip_files(self)))
 
     def trim(self) -> None:
         """Free host memory that the copies just made did not use; to be called when all roles are collected."""
@@ -88,23 +86,11 @@ class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Nothing while collecting: folders come with their files."""
         if self._files is None:
-            self._inner.makedirs(path, exist_ok=exist_ok)
+            super().makedirs(path, exist_ok=exist_ok)
 
     def preserves_storage_sharing(self) -> bool:
         """Whether DeepSpeed has to clone tensors before it saves them; a copy needs no second one."""
-        return self._files is None and bool(self._inner.preserves_storage_sharing())
-
-    def create(self, info: Any) -> None:
-        self._inner.create(info)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return self._inner.load(path, map_location)
-
-    def commit(self, info: Any) -> bool:
-        return bool(self._inner.commit(info))
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return bool(self._inner.is_data_parallel_writer(dp_rank))
+        return self._files is None and bool(super().preserves_storage_sharing())
 
 
 @dataclass(frozen=True)
