@@ -90,7 +90,7 @@ class Copies(InContext):
             self.binding.reload()
 
         for construction in self.constructions.values():
-            construction.kept.append(Kept(self.progress.sequence, follow, changed.assigned.replacement))
+            construction.kept.append(Kept(self.progress.sequence, follow, changed.replacement))
 
     def tell(self) -> str:
         """How far the replicas under construction are, for people; callable from any thread."""

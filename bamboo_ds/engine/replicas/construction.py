@@ -31,7 +31,7 @@ from ...state import Tree, join, split
 from ...state.fetch import Fetch
 from ...state.server import StateServer
 from ...topology import Role
-from ..script.assigned import Replacement
+from ..script.changes import Replacement
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine, SchedulerPosition
 
