@@ -126,7 +126,8 @@ class BatchSupply(InContext):
 
     def hungry(self) -> list[int]:
         """Ranks whose iterators the operation under way needs, and that no member runs as; with others that serve."""
-        return [rank for group in hungry(self.epoch.plan, self.apart) for rank in group]
+        lacking = [] if self.shared else hungry(self.epoch.plan, self.apart)
+        return [rank for group in lacking for rank in group]
 
     def note_ends(self, kind: Kind, alike: bool | None) -> None:
         """An operation of ``kind``, which is yet to be added to the history, has compared the ends of pipelines."""

@@ -45,7 +45,7 @@ class Training(InContext):
     _begin: float = field(default=0.0, init=False)
 
     call = "train_batch"
-    watched = takes_steps = goes_on = True
+    draws = watched = takes_steps = goes_on = True
 
     def __post_init__(self) -> None:
         self.tags = JobTags(self.context)
@@ -100,11 +100,6 @@ class Training(InContext):
         return self.ds.agg_train_loss
 
     # -- the operation ------------------------------------------------------------------------------------
-
-    @property
-    def draws(self) -> bool:
-        """Where the batches are those of a dataset, every member can read them."""
-        return not self.supply.shared
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         micro_batches = self.ds.micro_batches
