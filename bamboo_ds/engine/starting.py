@@ -92,7 +92,5 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         )
     parts.flags.clear()
     parts.flags.update(agreed.flags)
-    parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
-    parts.progress.checksums = agreed.checksums
-    parts.iteration.checks.begin(agreed.exact)
+    parts.recovery.adopt(agreed)
     return agreed

@@ -21,7 +21,7 @@ from ..iteration.parts import IterationParts
 from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
-from .reports import MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
+from .reports import JobFacts, MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
 from .roles import RoleTransfer
 
 logger = logging.getLogger("bamboo_ds")
@@ -114,11 +114,14 @@ class RecoveryProtocol(InContext):
         progress = self.progress
         progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
         progress.sequence = decision.step
-        progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
+        progress.steps, progress.consumed = newest.steps, newest.consumed
         self.epoch.channel.ahead = newest.ahead
-        self.saves.nonce = newest.nonce
-        progress.checksums = newest.checksums
-        self.iteration.checks.begin(newest.exact)
+        self.adopt(newest)
+
+    def adopt(self, facts: JobFacts) -> None:
+        """Go by what the members of the job go by."""
+        self.progress.seed, self.progress.checksums, self.saves.nonce = facts.seed, facts.checksums, facts.nonce
+        self.iteration.checks.begin(facts.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
         """Raise ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""

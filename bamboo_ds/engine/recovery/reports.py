@@ -32,23 +32,31 @@ class _Report(BaseModel):
         return cls.model_validate(json.loads(text))
 
 
-class StartReport(_Report):
-    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+class JobFacts(_Report):
+    """What all members go by.
 
     Attributes:
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
-        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
         checksums: micro-batches get checksums.
-        exact: how many first steps are checked.
-        flags: settings of the process that decide how tensors are computed; all members must have the same.
+        exact: how many first steps are checked; 0: none any more.
     """
 
     seed: int
     nonce: str
-    resumed: tuple[str, str] | None
     checksums: bool
     exact: int
+
+
+class StartReport(JobFacts):
+    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+
+    Attributes:
+        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
+        flags: settings of the process that decide how tensors are computed; all members must have the same.
+    """
+
+    resumed: tuple[str, str] | None
     flags: dict[str, str]
 
 
@@ -90,7 +98,7 @@ class ScriptReport(_Report):
     open: int
 
 
-class MemberReport(_Report):
+class MemberReport(JobFacts):
     """What one member tells the others at the beginning of an epoch.
 
     Attributes:
@@ -112,11 +120,7 @@ class MemberReport(_Report):
         steps: iterations committed.
         ahead: by how much the script's count of steps is ahead of the job's.
         consumed: micro-batches of each pipeline that committed iterations have used.
-        seed: of the generators of passes and steps.
-        nonce: names this run of the job in the ids of its saves.
-        checksums: micro-batches get checksums.
         script: the script's own collectives.
-        exact: how many first steps are checked; 0: none any more.
     """
 
     step: int
@@ -136,11 +140,7 @@ class MemberReport(_Report):
     steps: int
     ahead: int
     consumed: int
-    seed: int
-    nonce: str
-    checksums: bool
     script: ScriptReport
-    exact: int
 
     def script_facts(self) -> dict[str, Any]:
         """What the script's collectives agree by."""
