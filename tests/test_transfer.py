@@ -76,15 +76,16 @@ def test_a_tree_and_a_text(server: StateServer) -> None:
     assert get(server.url, "status") == ("[1]", [])
 
 
-def test_answers_are_made_when_asked_for(server: StateServer) -> None:
+def test_answers_are_made_when_asked_for() -> None:
     known = ["a"]
-    server.answer("history/", lambda key: ",".join(known[int(key.removeprefix("history/")) :]))
-    assert get(server.url, "history/0") == ("a", [])
-    known.append("b")
-    assert get(server.url, "history/0") == ("a,b", [])
-    assert get(server.url, "history/1") == ("b", [])
-    server.offer("history/1", "an offer goes first", ())
-    assert get(server.url, "history/1") == ("an offer goes first", [])
+    answers = {"history/": lambda key: ",".join(known[int(key.removeprefix("history/")) :])}
+    with contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN, answers=answers)) as server:
+        assert get(server.url, "history/0") == ("a", [])
+        known.append("b")
+        assert get(server.url, "history/0") == ("a,b", [])
+        assert get(server.url, "history/1") == ("b", [])
+        server.offer("history/1", "an offer goes first", ())
+        assert get(server.url, "history/1") == ("an offer goes first", [])
 
 
 def test_contiguous_host_tensors_are_not_copied(server: StateServer) -> None:

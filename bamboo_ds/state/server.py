@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,8 @@ class StateServer:
         rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
         token: shared with the receivers; never logged.
         secret: the job's; requests that do not prove both are refused.
+        answers: functions of a key, by what the keys begin with: requests for such a key get the text that is computed
+            for each. They are called on the server's thread and must be quick.
 
     Raises:
         OSError: cannot listen on ``address``.
@@ -71,7 +73,15 @@ class StateServer:
         url: where :func:`~bamboo_ds.state.fetch.fetch` finds this server.
     """
 
-    def __init__(self, address: str, rate_mb_per_s: float | None, *, token: str, secret: JobSecret = NONE) -> None:
+    def __init__(
+        self,
+        address: str,
+        rate_mb_per_s: float | None,
+        *,
+        token: str,
+        secret: JobSecret = NONE,
+        answers: Mapping[str, Callable[[str], str]] | None = None,
+    ) -> None:
         self._pass = Pass(secret, token)
         self._bucket = None
         if rate_mb_per_s is not None:
@@ -79,7 +89,7 @@ class StateServer:
             self._bucket = TokenBucket(rate, min(PIECE_BYTES, rate))  # no more at once than in a second
         self._lock = threading.Lock()
         self._offers: dict[str, StateSnapshot] = {}
-        self._answers: dict[str, Callable[[str], str]] = {}
+        self._answers = answers or {}
         self._closed = False
         # Of the loop's thread alone:
         self._streams: dict[asyncio.Transport, StateSnapshot] = {}
@@ -115,14 +125,6 @@ class StateServer:
             previous = self._offers.pop(key, None)
             self._offers[key] = snapshot
             self._changed(previous)
-
-    def answer(self, prefix: str, text: Callable[[str], str]) -> None:
-        """Answer requests for keys that begin with ``prefix`` by ``text(key)``, computed for each request.
-
-        ``text`` is called on the server's thread and must be quick.
-        """
-        with self._lock:
-            self._answers[prefix] = text
 
     def withdraw(self, key: str) -> None:
         """Withdraw the offer, if there is one: its transfers break off. Takes no longer than one checksum."""

@@ -20,6 +20,7 @@ from ..replicas.refusals import (
     check_optimizer,
     check_optimizer_hooks,
     check_step,
+    compiled_in,
     hooks_of,
     refuse_compiled,
     refuse_hooks,
@@ -87,7 +88,7 @@ class ScriptCalls(InContext):
         self._weights = Weights(local.layers)
         self._trained = local.trains()
         self._hooks = registered()
-        self._compiled = local.layers.compiled()
+        self._compiled = compiled_in(local.module)
 
     def follow(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -106,7 +107,7 @@ class ScriptCalls(InContext):
             self.announcements.tell(written, local.trained if frozen else None)
         check_step(local.attributes["basic_optimizer"])
         if self.builder.compiled_with is None:  # else the engine has compiled them for it
-            refuse_compiled(local.layers.compiled() - self._compiled)
+            refuse_compiled(compiled_in(local.module) - self._compiled)
         if registered() != self._hooks:
             refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])

@@ -131,9 +131,7 @@ class Snapshots:
         secret: JobSecret,
     ) -> None:
         token = secrets.token_urlsafe(16)
-        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret)
-        for prefix, answer in answers.items():
-            self._server.answer(prefix, answer)
+        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret, answers=answers)
         self.place = PeerAddress(url=self._server.url, token=token)
         self._wanted: set[Role] = set()
         self._offered: dict[Role, str] = {}
