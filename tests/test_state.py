@@ -27,7 +27,7 @@ from bamboo_ds.engine.replicas.replica import build_stage_module, check_structur
 from bamboo_ds.engine.script.changes import Weights
 from bamboo_ds.engine.script.flags import FLAGS, compare_flags, flags_here, uncertain
 from bamboo_ds.engine.stage.layers import Layers
-from bamboo_ds.engine.stage.rebinding import Rebinding
+from bamboo_ds.engine.stage.references import Rebinding
 from bamboo_ds.engine.stage.rng import keyed_attributes
 from bamboo_ds.errors import ConfigError, UnsupportedError
 

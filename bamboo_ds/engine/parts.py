@@ -18,10 +18,9 @@ from .context.history import History
 from .context.shared import EngineContext, InContext
 from .data.dataset import Dataset
 from .data.supply import BatchSupply, Needs
-from .iteration.measures import Measures
+from .iteration.measures import Measures, local_stage
 from .iteration.parts import IterationParts
 from .iteration.slices import mode_for
-from .iteration.stage_memory import local_stage
 from .joining.loading import Loader
 from .joining.replay import Replay
 from .operations.checkpointing import Checkpoints, End

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
 from ..worker import plan_changes as plan_change
-from .joining.resuming import newest_whole
+from .joining.loading import newest_whole
 from .recovery.reports import StartReport
 from .script.flags import compare_flags, uncertain
 

@@ -33,8 +33,7 @@ from bamboo_ds.engine.context.shared import EngineContext
 from bamboo_ds.engine.data.dataset import Dataset
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.block_times import BlockTimes
-from bamboo_ds.engine.iteration.measures import Measures
-from bamboo_ds.engine.iteration.stage_memory import PassBytes
+from bamboo_ds.engine.iteration.measures import Measures, PassBytes
 from bamboo_ds.engine.parts import Parts
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
 from bamboo_ds.engine.replicas.building import StageBuilder

@@ -15,7 +15,7 @@ from torch import nn
 
 from ...errors import ProtocolError, UnsupportedError
 from ...state import Tree
-from ..stage.rebinding import Rebinding
+from ..stage.references import Rebinding
 from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import capture_scheduler, restore_scheduler

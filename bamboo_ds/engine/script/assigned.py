@@ -21,7 +21,7 @@ from torch import nn
 
 from ...errors import UnsupportedError
 from ..stage.clones import kept_by
-from ..stage.rebinding import Rebinding
+from ..stage.references import Rebinding
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import content_checksum
 
