@@ -26,7 +26,7 @@ from pathlib import Path
 
 from . import publish, spares
 from .checkpoints import CheckpointError, Manifest, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, SaveResult, check_lineage, perform
+from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveResult, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -351,7 +351,7 @@ class CheckpointSaver:
                 publish.point_latest(save.folder, save.record.tag)
             if self._keep:
                 publish.prune(save.folder, self._job, self._keep, path)
-        except (OSError, CheckpointError, SaveFailed) as error:
+        except (OSError, CheckpointError) as error:
             return f"complete, but the folder could not be tidied up: {error}"
         return None
 
