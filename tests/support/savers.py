@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.generations import Lineage
 from bamboo_ds.state import writer
 from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, SaveRecord, hidden
 from bamboo_ds.state.hostcopy import HostCopy
@@ -58,20 +57,10 @@ class Member:
         tag: str | None = None,
         layout: Layout = LAYOUT,
         interrupt: Callable[[], None] | None = None,
-        lineage: Lineage = ("", 0),
-        consumed: int | None = None,
         **settings: Any,
     ) -> bool:
-        record = SaveRecord(
-            job=self.job,
-            save_id=f"{attempt}-{step}",
-            tag=f"step{step}" if tag is None else tag,
-            step=step,
-            layout=layout,
-            consumed=consumed,
-            origin=lineage[0],
-            generation=lineage[1],
-        )
+        name = f"step{step}" if tag is None else tag
+        record = SaveRecord(job=self.job, save_id=f"{attempt}-{step}", tag=name, step=step, layout=layout)
         owners = tuple(f"m{rank}" for rank in range(layout.size))
         return self.saver.begin(Save(self.folder, record, owners, **settings), interrupt)
 
