@@ -77,8 +77,8 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         exact=exact,
         flags=parts.flags,
     )
-    told = parts.epoch.transport.exchange(mine.to_json())
-    reports = {member: StartReport.from_json(text) for member, text in told.items()}
+    told = parts.epoch.transport.exchange(mine.model_dump_json())
+    reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
     leads = plan.owners[0]
     agreed = reports[leads]
     compare_flags({member: report.flags for member, report in reports.items()}, leads)

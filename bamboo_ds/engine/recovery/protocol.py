@@ -77,8 +77,8 @@ class RecoveryProtocol(InContext):
             self.roles.follow(plan)
             self.saves.follow(plan)
         with self.recording.span(Kind.AGREE):
-            told = self.epoch.transport.exchange(self.report().to_json())
-            reports = {member: MemberReport.from_json(text) for member, text in told.items()}
+            told = self.epoch.transport.exchange(self.report().model_dump_json())
+            reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
             decision = self._decide(plan, reports)
             logger.info("agreed to %s operation %d", decision.mode, decision.step)
             self._prepare(plan, reports, decision)

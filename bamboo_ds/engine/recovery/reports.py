@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from typing_extensions import Self
 
 from ...control.registry.records import PeerAddress
 from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
@@ -20,16 +18,7 @@ from ..stage.layers import Changes
 class _Report(BaseModel):
     """Reports travel as JSON. One that does not parse is a defect: all members run the same version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def to_json(self) -> str:
-        """Every number as it is: a loss may be infinite or none."""
-        return json.dumps(self.model_dump(), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What :meth:`to_json` gave. Raises ``ValidationError`` (a ``ValueError``) if it is something else."""
-        return cls.model_validate(json.loads(text))
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # a loss may be any number
 
 
 class JobFacts(_Report):
