@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from ...errors import UnsupportedError
+from ...state import SCALARS
 from ..stage.clones import kept_by
 from ..stage.references import Rebinding
 from ..stage.runtime import StageRuntime
@@ -85,7 +86,6 @@ MODULE: Final[Mapping[str, Treatment]] = {
 #: What every module has for itself.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_PASSES = ("activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers")
-_SCALARS = (bool, int, float, str, types.NoneType)
 #: What DeepSpeed's optimizers keep the loss scale in.
 _SCALERS = ("loss_scaler", "loss_scale_config")
 #: How deep values are looked into where they are described.
@@ -170,7 +170,7 @@ def _objects(optimizer: Any) -> dict[str, Any]:
 
 
 def _scalars(holder: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(holder).items() if type(value) in _SCALARS}
+    return {name: value for name, value in vars(holder).items() if type(value) in SCALARS}
 
 
 def _same(mine: Any, other: Any) -> bool:
@@ -182,13 +182,13 @@ def _same(mine: Any, other: Any) -> bool:
         return len(mine) == len(other) and all(map(_same, mine, other))
     if isinstance(mine, dict):
         return mine.keys() == other.keys() and all(_same(value, other[name]) for name, value in mine.items())
-    return isinstance(mine, (*_SCALARS, types.MethodType)) and bool(mine == other)
+    return isinstance(mine, (*SCALARS, types.MethodType)) and bool(mine == other)
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_plain, (*value, *value.values())))
-    return all(map(_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _SCALARS)
+    return all(map(_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, SCALARS)
 
 
 def _check(place: str, changed: Mapping[str, Any]) -> None:
@@ -287,8 +287,8 @@ def differing(told: Mapping[str, Mapping[str, str]]) -> str:
 
 def describe(value: Any, depth: int = _DEPTH) -> str:
     """Equal for values that scripts on two ranks have assigned alike."""
-    if isinstance(value, _SCALARS) or not depth:
-        return repr(value) if isinstance(value, _SCALARS) else type(value).__qualname__
+    if isinstance(value, SCALARS) or not depth:
+        return repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     if torch.is_tensor(value):
         return f"tensor {tuple(value.shape)} {content_checksum(value.detach()):08x}"
     if inspect.isfunction(value):

@@ -275,14 +275,18 @@ def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, 
     Raises:
         UnsupportedError: another member has one now.
     """
-    roles = {plan.world.role(rank) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank}
     quiet = {role for role, changes in known.items() if before and not changes.count and role != own}
-    away = [str(role) for role in sorted(roles - quiet)]
+    away = [str(role) for role in without_process(plan) if role not in quiet]
     if away:
         raise UnsupportedError(
             f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "
             f"{', '.join(away)}, which another member has taken over: {CURE}"
         )
+
+
+def without_process(plan: Plan) -> list[Role]:
+    """Roles of ranks that no process runs as which computes the rank's own stage."""
+    return [role for role in plan.world.roles if plan.home(plan.owner(role)) != plan.world.rank(role)]
 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import numpy
@@ -18,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.wire import DTYPES, as_bytes
-from ...state import ARRAYS, Tree
+from ...state import ARRAYS, SCALARS, Tree
 
 #: Of layers, by the layers' names: attributes that are tensors or arrays, or a tuple, list or dictionary with some.
 Plain = dict[str, dict[str, Any]]
@@ -26,7 +25,6 @@ Plain = dict[str, dict[str, Any]]
 #: Name of each layer, its attributes, and the names of those that it does not share with all layers.
 Attributes = Iterable[tuple[str, dict[str, Any], list[str]]]
 
-_LEAVES = frozenset((bool, int, float, str, NoneType))
 _CONTAINERS = frozenset((tuple, list, dict))
 _SENT = frozenset(DTYPES.values())
 #: How many values an attribute may hold; each is looked at in every iteration.
@@ -47,7 +45,7 @@ def holds_tensors(value: Any) -> bool:
             pending.extend(each.values() if type(each) is dict else each)
         elif _is_tensor(each):
             found = True
-        elif type(each) not in _LEAVES:
+        elif type(each) not in SCALARS:
             return False
     return found
 
@@ -158,13 +156,13 @@ def _writes(leaf: Any) -> int:
 def _apart(value: Any) -> tuple[str, list[Any]]:
     """Everything but the tensors as text, and the tensors."""
     flat, structure = tree_flatten(value)
-    text = f"{structure} {', '.join(repr(each) if type(each) in _LEAVES else '*' for each in flat)}"
-    return text, [each for each in flat if type(each) not in _LEAVES]
+    text = f"{structure} {', '.join(repr(each) if type(each) in SCALARS else '*' for each in flat)}"
+    return text, [each for each in flat if type(each) not in SCALARS]
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change`` of its tensors and arrays in their place."""
-    return tree_map(lambda each: each if type(each) in _LEAVES else change(each), value)
+    return tree_map(lambda each: each if type(each) in SCALARS else change(each), value)
 
 
 def packed(found: Plain) -> Tree:

@@ -15,10 +15,9 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ...errors import UnsupportedError
-from ...state import Tree
+from ...state import SCALARS, Tree
 from .references import content_of
 
-_PLAIN = (bool, int, float, str, type(None))
 _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_scheduler=lambda optimizer: ..."
 
 
@@ -113,7 +112,7 @@ def _values(values: Any) -> str:
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, SCALARS):
         return repr(value)
     if isinstance(value, Mapping):
         return f"{{{_values(value.items())}}}"
