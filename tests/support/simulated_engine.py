@@ -638,7 +638,7 @@ class World:
         self.turns.wait()
         member = self.members[url]
         if url in self.network.dead or member.ended or member.left:
-            raise TransferError(key, url, "gone", "it is not there")
+            raise TransferError("it is not there")
         if key == FLAGS:
             return "{}", []
         return member.history.answer(key), []
