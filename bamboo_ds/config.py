@@ -27,7 +27,6 @@ from .addresses import split_address
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
-from .modes import Placement as Placement
 from .modes import RedundancyMode as RedundancyMode
 
 #: Name of the block in DeepSpeed's configuration.
@@ -47,8 +46,9 @@ class RedundancyConfig(_Block):
         RedundancyMode.EAGER_FORWARD,
         description="`none`, `lazy-frc-lazy-brc`, `eager-frc-lazy-brc` or `eager-frc-eager-brc`",
     )
-    placement: Placement = Field(
-        Placement.IDLE, description="`idle`: only in measured idle time; `fixed`: before every RecvGrad"
+    placement: Literal["idle", "fixed"] = Field(
+        "idle",
+        description="`idle`: only in measured idle time; `fixed`: before every RecvGrad",
     )
     memory_budget_mb: float | None = Field(
         None,

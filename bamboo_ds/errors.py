@@ -227,22 +227,7 @@ class JobOver(LaunchError):
 
 
 class TransferError(BambooError, RuntimeError):
-    """A snapshot of state was not transferred.
-
-    Attributes:
-        key: what was asked for.
-        url: the server that was asked.
-        failure: ``timeout``: nothing came for too long; ``withdrawn``: its owner ended the offer; ``refused``: wrong
-            token or another version; ``stopped``: the receiver gave it up; ``closed``: offered on a closed server.
-        reason: the same in words.
-    """
-
-    def __init__(self, key: str, url: str, failure: str, reason: str) -> None:
-        super().__init__(f"the transfer of {key!r} from {url} failed: {reason}")
-        self.key = key
-        self.url = url
-        self.failure = failure
-        self.reason = reason
+    """A snapshot of state was not transferred."""
 
 
 def faults_of(error: ValidationError) -> str:

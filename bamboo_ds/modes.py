@@ -27,12 +27,3 @@ class RedundancyMode(str, Enum):
     def eager_backward(self) -> bool:
         """Whether redundant backward passes run before a loss."""
         return self is RedundancyMode.EAGER
-
-
-class Placement(str, Enum):
-    """Where redundant forward passes go."""
-
-    #: Only into measured idle time: a receive that is expected to wait long enough.
-    IDLE = "idle"
-    #: One before every ``RecvGrad``, whatever that costs; as the research code does, for comparison.
-    FIXED = "fixed"

@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.iteration.committing import Commits
 from bamboo_ds.engine.operations.training import Training
-from bamboo_ds.engine.replicas.construction import Construction, KeptSettings
+from bamboo_ds.engine.replicas.construction import Construction, Kept
 from bamboo_ds.engine.replicas.refusals import check_optimizer, check_optimizer_hooks
 from bamboo_ds.engine.replicas.replica import build_stage_module, capture, restore
 from bamboo_ds.engine.script.assigned import ENGINE, MODULE, agree, describe, differing, fingerprint
@@ -137,8 +137,8 @@ def runtimes(lr: float = 0.1, other_lr: float = 0.1, wraps: bool = False) -> tup
 
 def changed(mine: StageRuntime, before: Adjustable) -> Adjusted:
     found = Adjustable.of(mine).since(before)
-    if found.assigned.replacement is not None:
-        mine.pristine = found.assigned.replacement.pristine
+    if found.replacement is not None:
+        mine.pristine = found.replacement.pristine
     return found
 
 
@@ -273,7 +273,7 @@ def test_a_scheduler_that_comes_late_or_is_moved_is_that_of_every_copy() -> None
     found = changed(mine, before)
     found.check(theirs)
     found.give(theirs)
-    assert found.assigned.replacement and mine.pristine is theirs.pristine
+    assert found.replacement and mine.pristine is theirs.pristine
     assert theirs.attributes["lr_scheduler"].optimizer is theirs.attributes["basic_optimizer"]
     assert rates(mine, 2) == rates(theirs, 2)
     before = Adjustable.of(mine)
@@ -335,7 +335,8 @@ def test_a_copy_from_before_the_scheduler_was_replaced() -> None:
     assert construction.scheduled_by(mine.pristine) is old
     before = Adjustable.of(mine)
     mine.attributes["lr_scheduler"] = Asking(None, None)
-    construction.kept.append(KeptSettings(5, changed(mine, before)))
+    told = changed(mine, before)
+    construction.kept.append(Kept(5, told.give, told.replacement))
     assert mine.pristine is not old and construction.scheduled_by(mine.pristine) is old
     construction.forget(5)
     assert construction.scheduled_by(mine.pristine) is mine.pristine

@@ -171,8 +171,7 @@ def test_a_writer_that_hangs(members: Callable[..., Member], monkeypatch: pytest
     gate = Gate(monkeypatch, names(0)[0])
     alone.save(1, layout=Layout(1, 1))
     assert gate.reached.wait(WAIT_S)
-    began = alone.saver.begin(alone.folder, "two", save_id="b", step=2, layout=Layout(1, 1), owners=("m0",))
-    assert not began and "left out" in str(alone.failed[0].error)
+    assert not alone.begin(2, layout=Layout(1, 1)) and "left out" in str(alone.failed[0].error)
     gate.open.set()
     alone.saver._timeout_s = WAIT_S
     alone.save(3, layout=Layout(1, 1)).wait()

@@ -17,7 +17,7 @@ from bamboo_ds.state.checkpoints import CheckpointError, list_checkpoints, read_
 from bamboo_ds.topology import Layout
 
 from .support.leaks import no_leaks
-from .support.savers import LAYOUT, WAIT_S, Gate, Member, files, members, names, rest
+from .support.savers import WAIT_S, Gate, Member, files, members, names, rest
 
 pytestmark = pytest.mark.claim("guides/checkpoints.md", "reference/settings.md")
 
@@ -200,4 +200,4 @@ def test_close_and_exit(members: Callable[..., Member]) -> None:
 @pytest.mark.parametrize("tag", ["", "..", "../up", "/absolute", ".hidden", "latest", "a/../b", "a/b/c/d/e"])
 def test_unusable_tags(members: Callable[..., Member], tag: str) -> None:
     with pytest.raises(CheckpointError, match="not usable"):
-        members(0).saver.begin("x", tag, save_id="a", step=1, layout=LAYOUT, owners=("m0", "m1"))
+        members(0).begin(1, tag=tag)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict, deque
+from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from bamboo_ds.config import BambooConfig
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.lanes import Lanes
 from bamboo_ds.engine.context.records import Progress
-from bamboo_ds.engine.data.batches import Batches, PipelineBatches, Source
+from bamboo_ds.engine.data.batches import PipelineBatches, Source
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.measures import IdleTimes
@@ -178,20 +179,21 @@ def test_an_end_without_an_iterator() -> None:
     for process in (None, lambda batch: (torch.ones(1), torch.ones(1))):
         parts: Any = SimpleNamespace(
             ds=SimpleNamespace(batch_fn=process),
-            binding=SimpleNamespace(local=SimpleNamespace(role=Role(0, STAGES - 1))),
+            binding=SimpleNamespace(local=SimpleNamespace(role=Role(0, STAGES - 1)), for_script=nullcontext),
+            groups=SimpleNamespace(alone=nullcontext),
+            layout=plan.world,
             epoch=SimpleNamespace(plan=plan, member=f"m{STAGES - 1}", layout=plan.world),
         )
         nothing: Any = None
         parts.history = History()
         needs = Needs(lambda iterators, apart: None, iterators=True)
-        batches = Batches()
-        supply = BatchSupply(parts, batches, nothing, nothing, needs)
+        supply = BatchSupply(parts, nothing, nothing, needs)
         supply.use_iterator("train", None)
         if process is not None:
-            assert batches[0].batch(0, inputs=False, labels=True)[1] == 1
+            assert supply[0].batch(0, inputs=False, labels=True)[1] == 1
             continue
         with pytest.raises(UnsupportedError, match=f"gives no iterator at rank {STAGES - 1}: .* at its last stage"):
-            batches[0].batch(0, inputs=False, labels=True)
+            supply[0].batch(0, inputs=False, labels=True)
 
 
 def test_passes_that_a_takeover_repeats() -> None:
@@ -261,7 +263,7 @@ def test_boundaries(retain: bool) -> None:
     third.send_grads(0)
     second.recv_grads(0)
     assert second.ds.grad_layer.tolist() == [3.0, 3.0] and (0 in gradients) == retain
-    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1)"]
+    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
     if not retain:
         return
     third.progress.resumed = True  # shadows do no backward passes in what is resumed
@@ -269,9 +271,9 @@ def test_boundaries(retain: bool) -> None:
     third.resend_grad(0)
     first.resend_activation(0)
     assert {name: len(sent) for name, sent in mail.lanes.items()} == {
-        "activation (0,1)": 1,
-        "gradient (0,1)": 2,
-        "shadow_gradient (0,1)": 1,
+        "activation (0,1) from m0 to m1": 1,
+        "gradient (0,1) from m2 to m1": 2,
+        "shadow_gradient (0,1) from m2 to m0": 1,
     }
 
 

@@ -216,18 +216,18 @@ def report(**changes: Any) -> MemberReport:
 def test_a_report_arrives_as_it_was() -> None:
     """Every bit of a number, also of one that JSON does not know."""
     mine = report(commit=(0.1 + 0.2, 5e-324, math.inf, -math.inf, -0.0))
-    found = MemberReport.from_json(mine.to_json())
+    found = MemberReport.model_validate_json(mine.model_dump_json())
     assert found == mine and math.copysign(1, found.commit[-1]) == -1  # type: ignore[index]
-    nan = MemberReport.from_json(report(commit=(math.nan,)).to_json())
+    nan = MemberReport.model_validate_json(report(commit=(math.nan,)).model_dump_json())
     assert nan.commit is not None and math.isnan(nan.commit[0])
 
 
 @pytest.mark.parametrize("damage", [('"step":3', '"step":"x"'), ('"seed"', '"sead"'), ('"joining":false,', "")])
 def test_a_report_of_another_form_is_refused(damage: tuple[str, str]) -> None:
-    text = report().to_json()
+    text = report().model_dump_json()
     assert damage[0] in text
     with pytest.raises(ValueError, match="validation error"):
-        MemberReport.from_json(text.replace(*damage))
+        MemberReport.model_validate_json(text.replace(*damage))
 
 
 def test_a_decision_from_reports() -> None:

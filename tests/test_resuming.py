@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from bamboo_ds.engine.context.history import Done, History
-from bamboo_ds.engine.joining.resuming import newest_whole, silence_earlier_starts
+from bamboo_ds.engine.joining.loading import newest_whole, silence_earlier_starts
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest

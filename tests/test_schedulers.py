@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections import defaultdict, namedtuple
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ from bamboo_ds.engine.stage.schedulers import (
     Pristine,
     SchedulerPosition,
     capture_scheduler,
-    load_state,
+    load_scheduler,
     restore_scheduler,
     settings_of,
     take_step,
@@ -63,6 +64,11 @@ def cyclic(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRSched
     )
 
 
+def having(scheduler: Any, optimizer: torch.optim.Optimizer, pristine: Pristine) -> Any:
+    """What a runtime has of its scheduler."""
+    return SimpleNamespace(attributes={"lr_scheduler": scheduler, "basic_optimizer": optimizer}, pristine=pristine)
+
+
 @pytest.mark.parametrize("make", [samples, warmup, cyclic])
 def test_a_replica_steps_like_its_owner(make: Any, capsys: pytest.CaptureFixture[str]) -> None:
     mine, theirs = optimizer_of(), optimizer_of()
@@ -73,7 +79,7 @@ def test_a_replica_steps_like_its_owner(make: Any, capsys: pytest.CaptureFixture
         take_step(scheduler, 8)
     replica = pristine.clone(theirs)
     for _ in range(2):  # the second time it is copied again, as after a failed check
-        load_state(replica, scheduler.state_dict(), pristine, theirs)
+        load_scheduler(having(replica, theirs, pristine), scheduler.state_dict())
         for group, given in zip(theirs.param_groups, settings_of(mine), strict=True):
             group.update(given)  # with the optimizer's own state
         for _ in range(3):
@@ -251,7 +257,7 @@ def test_what_a_scheduler_says_before_it_fails_is_seen(capsys: pytest.CaptureFix
     scheduler = samples(optimizer)
     pristine = Pristine(scheduler, optimizer)
     with pytest.raises(KeyError):
-        load_state(scheduler, {}, pristine, optimizer)
+        load_scheduler(having(scheduler, optimizer, pristine), {})
     assert "using checkpoint value" in capsys.readouterr().out
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
-from bamboo_ds.engine.context.lanes import Lanes
+from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
@@ -192,7 +192,7 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
         train_only=begun.append,
     )
     binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)
-    told = {Lanes(plan, False).told[role, "m0"]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
+    told = {Lanes(plan, False)[Stream.TOLD, role]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
     transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
     epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=Progress(seed=1, steps=3))

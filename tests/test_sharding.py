@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from bamboo_ds.engine.context.lanes import Lanes
+from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.stage import ring, sharded
 from bamboo_ds.engine.stage.answers import Answers
 from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
@@ -95,14 +95,17 @@ def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> N
     members = ["a", "b", "c", "d"]  # of roles (0,0) (1,0) (0,1) (1,1); shadows: c, d, a, b
     plan = with_redundancy(initial_plan(members), Layout(2, 2, sharded=True), True)
     lanes = Lanes(plan, False)
-    found = {(str(role), lane.source, lane.destination) for (role, _), lane in lanes.shards.items()}
+    shards = [(role, lane) for stream, role, lane in lanes if stream is Stream.SHARD]
+    found = {(str(role), lane.source, lane.destination) for role, lane in shards}
     first = {("(0,0)", "a", "b"), ("(0,0)", "a", "d"), ("(1,0)", "b", "a"), ("(1,0)", "b", "c")}
     last = {("(0,1)", "c", "d"), ("(0,1)", "c", "b"), ("(1,1)", "d", "c"), ("(1,1)", "d", "a")}
     assert found == first | last
     assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
-    learning = Lanes(replace(plan, learners=((0, "b"),)), False).shards
-    assert (Role(0, 0), "b") in learning and (Role(1, 0), "b") not in learning  # it has no copy yet, and needs it
-    assert not Lanes(replace(plan, layout=Layout(2, 2)), False).shards
+    learning = Lanes(replace(plan, learners=((0, "b"),)), False)
+    needed = [learning.to(Stream.SHARD, Role(pipeline, 0), "b") is not None for pipeline in (0, 1)]
+    assert needed == [True, False]  # it has no copy yet
+    unsharded = Lanes(replace(plan, layout=Layout(2, 2)), False)
+    assert Stream.SHARD not in {stream for stream, _, _ in unsharded}
 
 
 def test_no_other_pipeline_stands_in_for_a_shard() -> None:

@@ -21,13 +21,12 @@ from torch import nn
 
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.records import Progress
-from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.engine.replicas.replica import build_stage_module, check_structure, structure_of, with_own_parts
 from bamboo_ds.engine.script.changes import Weights
 from bamboo_ds.engine.script.flags import FLAGS, compare_flags, flags_here, uncertain
 from bamboo_ds.engine.stage.layers import Layers
-from bamboo_ds.engine.stage.rebinding import Rebinding
+from bamboo_ds.engine.stage.references import Rebinding
 from bamboo_ds.engine.stage.rng import keyed_attributes
 from bamboo_ds.errors import ConfigError, UnsupportedError
 
@@ -123,7 +122,7 @@ def test_ranks_that_compute_with_different_settings_are_refused(tmp_path: Path) 
 
 def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     answers = {FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}), History.key(0): "[]"}
-    monkeypatch.setattr(replay, "asked", lambda job, sources, key: answers[key])
+    monkeypatch.setattr(Replay, "_told", lambda self, key, sources=(): answers[key])
     context: Any = SimpleNamespace(
         job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),
         binding=SimpleNamespace(drop=lambda role: None, local=SimpleNamespace(role=None)),

@@ -6,6 +6,7 @@ jobs of :mod:`tests.test_takeover` and :mod:`tests.test_losses` prove the same o
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
@@ -24,7 +25,7 @@ from bamboo_ds.engine.data.supply import BatchSupply
 from bamboo_ds.engine.iteration import exactness, reduction
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.replication import Replication
-from bamboo_ds.engine.joining import asking
+from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.recovery import copies
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.replicas.construction import Construction
@@ -73,7 +74,8 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for each in (records, exactness):
         monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(copies, "begin_fetch", Fetching)
-    monkeypatch.setattr(asking, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
+    monkeypatch.setattr(replay, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
+    monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):
         monkeypatch.setattr(module, "dist", groups)
@@ -319,7 +321,7 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
 
     def counting(self: BatchSupply, micro_batches: int) -> None:
         own = [runtime for runtime in self.binding.owned() if runtime.role.stage in (0, self.epoch.layout.stages - 1)]
-        lanes = [lane for (stream, _), lane in self.epoch.lanes.streams.items() if stream in BATCH_PARTS]
+        lanes = [lane for stream, _, lane in self.epoch.lanes if stream in BATCH_PARTS]
         serves = any(lane.source == self.epoch.member for lane in lanes)
         drawn[serves and bool(own) and all(runtime.results.reduced is not None for runtime in own)] += 1
         draw_ahead(self, micro_batches)

@@ -23,7 +23,7 @@ from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.state import join, split
 from bamboo_ds.state.fetch import Fetch, fetch
 from bamboo_ds.state.server import StateServer, TokenBucket
-from bamboo_ds.state.transfer import Chunks, Pass
+from bamboo_ds.state.transfer import Pass, pieces
 
 from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
 
@@ -76,15 +76,16 @@ def test_a_tree_and_a_text(server: StateServer) -> None:
     assert get(server.url, "status") == ("[1]", [])
 
 
-def test_answers_are_made_when_asked_for(server: StateServer) -> None:
+def test_answers_are_made_when_asked_for() -> None:
     known = ["a"]
-    server.answer("history/", lambda key: ",".join(known[int(key.removeprefix("history/")) :]))
-    assert get(server.url, "history/0") == ("a", [])
-    known.append("b")
-    assert get(server.url, "history/0") == ("a,b", [])
-    assert get(server.url, "history/1") == ("b", [])
-    server.offer("history/1", "an offer goes first", ())
-    assert get(server.url, "history/1") == ("an offer goes first", [])
+    answers = {"history/": lambda key: ",".join(known[int(key.removeprefix("history/")) :])}
+    with contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN, answers=answers)) as server:
+        assert get(server.url, "history/0") == ("a", [])
+        known.append("b")
+        assert get(server.url, "history/0") == ("a,b", [])
+        assert get(server.url, "history/1") == ("b", [])
+        server.offer("history/1", "an offer goes first", ())
+        assert get(server.url, "history/1") == ("an offer goes first", [])
 
 
 def test_contiguous_host_tensors_are_not_copied(server: StateServer) -> None:
@@ -111,14 +112,14 @@ def test_several_receivers_at_once(server: StateServer) -> None:
 
 
 @given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 9))
-def test_chunks_are_all_bytes_in_order(sizes: list[int], chunk_bytes: int) -> None:
+def test_pieces_are_all_bytes_in_order(sizes: list[int], piece_bytes: int) -> None:
     whole = bytes(i % 251 for i in range(sum(sizes)))
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    chunks = Chunks([memoryview(whole)[e - s : e] for s, e in zip(sizes, ends, strict=True)], chunk_bytes)
-    joined = [b"".join(chunks[k]) for k in range(len(chunks))]
-    assert b"".join(joined) == whole
-    assert all(len(chunk) == chunk_bytes for chunk in joined[:-1])
-    assert all(piece for k in range(len(chunks)) for piece in chunks[k])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("bamboo_ds.state.transfer.PIECE_BYTES", piece_bytes)
+        found = list(pieces(memoryview(whole)[e - s : e] for s, e in zip(sizes, ends, strict=True)))
+    assert b"".join(found) == whole
+    assert all(0 < len(piece) <= piece_bytes for piece in found)
 
 
 # -- who asks early, late, or without right ------------------------------------------------------------
@@ -127,37 +128,28 @@ def test_chunks_are_all_bytes_in_order(sizes: list[int], chunk_bytes: int) -> No
 def test_asking_before_the_offer(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
         one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
-        wait_for(lambda: len(proxy.asked) > 0)
+        wait_for(lambda: proxy.asked > 0)
         server.offer("other", "", ())
         assert not one.done()
         server.offer("k", "late", [])
         assert one.result(20) == ("late", [])
-        assert set(proxy.asked) == {0}
 
 
 def test_a_key_that_nobody_offers(server: StateServer) -> None:
-    with pytest.raises(TransferError, match=r"'nope' from http://127.*no progress for 4 s .*not offered") as caught:
-        get(server.url, "nope", timeout_s=4)
-    assert (caught.value.key, caught.value.url, caught.value.failure) == ("nope", server.url, "timeout")
+    with Proxy(server.url) as proxy:
+        with pytest.raises(TransferError, match=r"'nope' from http://127.*no progress for 4 s"):
+            get(proxy.url, "nope", timeout_s=4)
+        assert proxy.asked == 2, "the server holds its answer"
 
 
 def test_withdrawn(server: StateServer) -> None:
     server.offer("k", "", [torch.zeros(1)])
     server.withdraw("k")
-    with pytest.raises(TransferError, match="withdrawn") as caught:
-        get(server.url)
-    assert caught.value.failure == "withdrawn"
+    server.withdraw("never offered")
+    with pytest.raises(TransferError, match="no progress"):
+        get(server.url, timeout_s=0.5)
     server.offer("k", "again", [])
     assert get(server.url) == ("again", [])
-
-
-def test_withdrawal_of_what_is_awaited(server: StateServer) -> None:
-    with Proxy(server.url) as proxy:
-        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
-        wait_for(lambda: len(proxy.asked) > 0)
-        server.withdraw("k")
-        with pytest.raises(TransferError, match="withdrawn"):
-            one.result(20)
 
 
 def test_withdrawn_on_its_way(server: StateServer) -> None:
@@ -176,7 +168,7 @@ def test_withdrawn_on_its_way(server: StateServer) -> None:
         del tensors, memory
         wait_for(lambda: alive() is None)
         proxy.release.set()
-        with pytest.raises(TransferError, match="withdrawn"):
+        with pytest.raises(TransferError, match=r"ended early|reset"):
             one.result(20)
         assert proxy.passed < 1 << 24
 
@@ -189,11 +181,11 @@ def test_replaced_on_its_way(server: StateServer) -> None:
         wait_for(lambda: proxy.strikes == 1)
         server.offer("k", "second", second)
         proxy.release.set()
-        text, got = one.result(20)
+        with pytest.raises(TransferError, match=r"ended early|reset"):
+            one.result(20)
+    text, got = get(server.url)
     assert text == "second"
     assert same(got, second)
-    assert proxy.asked[1] > 0, "it tried to resume the first"
-    assert proxy.asked[-1] == 0
 
 
 def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
@@ -202,7 +194,6 @@ def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
     for wrong in ("wrong", TOKEN + "x"):
         with pytest.raises(TransferError, match="refuses us") as caught:
             fetch(server.url, "k", token=wrong, timeout_s=20)
-        assert caught.value.failure == "refused"
         assert wrong not in str(caught.value)
     for impossible in ("", "a\nb", "ü"):
         with pytest.raises(ValueError, match="printable ASCII") as refused:
@@ -213,9 +204,9 @@ def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
         sock.sendall(f"GET /state HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nbad header {TOKEN}\r\n\r\n".encode())
         assert b" 400 " in sock.recv(4096)
     with Proxy(server.url, "flip", pattern=b"secret") as proxy:
-        get(proxy.url)
+        with pytest.raises(TransferError, match="checksum of the header"):
+            get(proxy.url)
         assert proxy.strikes == 1
-    assert any("checksum of the header" in record.getMessage() for record in caplog.records)
     assert TOKEN not in caplog.text
     assert TOKEN not in repr(server)
 
@@ -230,9 +221,8 @@ def test_whoever_knows_the_token_alone_gets_nothing_and_gives_nothing() -> None:
         for one in (server, false):
             one.offer("k", "weights", [torch.ones(3)])
         for secret in (NONE, other):
-            with pytest.raises(TransferError, match="refuses us") as refused:
+            with pytest.raises(TransferError, match="refuses us"):
                 get(server.url, secret=secret)
-            assert refused.value.failure == "refused"
         assert fetch(server.url, "k", token=TOKEN, timeout_s=20, secret=ours)[0] == "weights"
 
         class Credulous(Pass):
@@ -268,16 +258,13 @@ def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest
     [
         ("GET", "/state?key=k", 200),
         ("GET", "/state?key=missing", 404),
-        ("GET", "/state?key=k&from=1", 416),
-        ("GET", "/state?key=k&from=-1", 416),
-        ("GET", "/state?key=k&from=x", 400),
-        ("GET", "/state?key=k&wait=nan", 200),
-        ("GET", "/state", 400),
         ("GET", "/other?key=k", 404),
-        ("POST", "/state?key=k", 405),
+        ("GET", "/state", 404),
+        ("POST", "/state?key=k", 404),
     ],
 )
-def test_requests(server: StateServer, method: str, target: str, status: int) -> None:
+def test_requests(server: StateServer, method: str, target: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bamboo_ds.state.server._LONGEST_WAIT_S", 0.1)
     server.offer("k", "", ())
     connection = http.client.HTTPConnection(str(urlsplit(server.url).hostname), urlsplit(server.url).port)
     try:
@@ -361,7 +348,7 @@ def test_one_bucket_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
         return reserve(self, size)
 
     monkeypatch.setattr(TokenBucket, "reserve", recording)
-    server = StateServer("127.0.0.1", 20, token=TOKEN, chunk_bytes=CHUNK)
+    server = StateServer("127.0.0.1", 20, token=TOKEN)
     tensors = state()
     server.offer("k", "t", tensors)
     fetches = [Fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(2)]

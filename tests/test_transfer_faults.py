@@ -18,9 +18,10 @@ import pytest
 import torch
 
 from bamboo_ds.errors import TransferError
+from bamboo_ds.secret import NONE
 from bamboo_ds.state.fetch import Fetch
 from bamboo_ds.state.server import StateServer
-from bamboo_ds.state.transfer import PREFIX, Header
+from bamboo_ds.state.transfer import NONCE, PREFIX, PROOF, Header, Pass, TensorMeta
 
 from .support.transfer import CHUNK, TOKEN, Proxy, get, is_in, nothing_left, same, server, state, wait_for
 
@@ -32,50 +33,45 @@ __all__ = ["nothing_left", "server"]  # fixtures
 # -- faults --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("where", "verified"), [("the header", 0), ("the first chunk", 0), ("a later chunk", 9), ("a checksum", 9)]
-)
-def test_corruption_costs_one_chunk(server: StateServer, where: str, verified: int) -> None:
+@pytest.mark.parametrize("where", ["the header", "the first tensor", "a later one", "the checksum"])
+def test_corruption_is_noticed(server: StateServer, where: str) -> None:
     tensors = state()
     server.offer("k", "landmark", tensors)
     snapshot = server._offers["k"]
     with Proxy(server.url) as proxy:
         get(proxy.url)
-    lead = proxy.passed - snapshot.bytes_from(0) + len(snapshot.head)  # of HTTP and ours; all of it was counted
-    later = lead + 9 * (CHUNK + 4)
+    lead = proxy.passed - snapshot.nbytes + len(snapshot.head)  # of HTTP and ours
     at = {
         "the header": lead - 10,
-        "the first chunk": lead + 5,
-        "a later chunk": later + 1000,
-        "a checksum": later + CHUNK + 2,
+        "the first tensor": lead + 5,
+        "a later one": proxy.passed - 10,
+        "the checksum": proxy.passed - 2,
     }[where]
     with Proxy(server.url, "flip", at) as proxy:
-        text, got = get(proxy.url)
+        with pytest.raises(TransferError, match=r"checksum of the header|have crc32"):
+            get(proxy.url)
         assert proxy.strikes == 1
-        assert proxy.asked == [0, verified]
+        text, got = get(proxy.url)
     assert text == "landmark"
     assert same(got, tensors)
 
 
-def test_resuming_after_a_cut(server: StateServer) -> None:
+def test_a_connection_that_breaks(server: StateServer) -> None:
     tensors = state()
     server.offer("k", "t", tensors)
     with Proxy(server.url, "cut", at=10 * CHUNK) as proxy:
+        with pytest.raises(TransferError, match=r"ended early|reset"):
+            get(proxy.url)
+        assert proxy.strikes == proxy.asked == 1
         assert same(get(proxy.url)[1], tensors)
-        assert proxy.strikes == 1
-        assert proxy.asked[0] == 0
-        assert 8 <= proxy.asked[1] <= 9
-        assert len(proxy.asked) == 2
-        assert proxy.passed < 1.2 * sum(t.nbytes for t in tensors)
 
 
 def test_a_silent_connection_is_given_up(server: StateServer) -> None:
-    tensors = state()
-    server.offer("k", "t", tensors)
+    server.offer("k", "t", state())
     with Proxy(server.url, "hold", at=10 * CHUNK) as proxy:
-        assert same(get(proxy.url, timeout_s=3)[1], tensors)
+        with pytest.raises(TransferError, match="no progress for 1 s"):
+            get(proxy.url, timeout_s=1)
         assert proxy.strikes == 1
-        assert len(proxy.asked) >= 2
 
 
 def test_a_receiver_that_takes_nothing_is_cut_off(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,11 +84,11 @@ def test_a_receiver_that_takes_nothing_is_cut_off(server: StateServer, monkeypat
         wait_for(lambda: not server._streams)
         assert not one.done()
         proxy.release.set()
-        assert same(one.result(20)[1], tensors)
-        assert proxy.asked[1] > 0
+        with pytest.raises(TransferError, match=r"ended early|reset"):
+            one.result(20)
 
 
-def test_a_chunk_that_never_arrives_whole() -> None:
+def test_a_tensor_that_never_arrives_whole() -> None:
     """A trickle of bytes is no progress."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         trickled = threading.Event()
@@ -101,8 +97,11 @@ def test_a_chunk_that_never_arrives_whole() -> None:
         def trickle() -> None:
             sock, _ = listener.accept()
             with sock:
-                sock.recv(65536)
-                sock.sendall(b"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n\r\nbamboo")
+                asked = re.search(rf"{NONCE}: (\w+)", sock.recv(65536).decode())
+                assert asked is not None
+                proof = Pass(NONE, TOKEN).proof("k", asked[1])
+                sock.sendall(f"HTTP/1.1 200 OK\r\nContent-Length: 1000000\r\n{PROOF}: {proof}\r\n\r\n".encode())
+                sock.sendall(Header(text="", tensors=(TensorMeta(dtype="uint8", shape=(900_000,)),)).encode())
                 while not end.wait(0.02):
                     try:
                         sock.sendall(b"\0")
@@ -162,7 +161,7 @@ def test_an_answer_that_never_begins(words: tuple[bytes, ...]) -> None:
         with pytest.raises(TransferError, match=r"no progress for 0.5 s"):
             one.result(5.0)
         stopped = Fetch(url, "k", token=TOKEN, timeout_s=60.0)
-        wait_for(lambda: is_in(stopped, "_admit"))
+        wait_for(lambda: is_in(stopped, "_is_offered"))
         stopped.cancel()
         with pytest.raises(TransferError, match="stopped"):
             stopped.result(5.0)
@@ -180,15 +179,14 @@ def test_another_version(server: StateServer) -> None:
     header = Header.model_validate_json(head[PREFIX.size :])
     tensors = (header.tensors[0].model_copy(update={"dtype": "float7"}),)
     server._offers["k"].head = header.model_copy(update={"tensors": tensors}).encode()
-    with pytest.raises(TransferError, match="'float7' is unknown to this torch") as caught:
+    with pytest.raises(TransferError, match="'float7' is unknown to this torch"):
         get(server.url)
-    assert caught.value.failure == "refused"
 
 
 OTHER_PROCESS = f"""
 import sys, torch
 from bamboo_ds.state.server import StateServer
-server = StateServer("127.0.0.1", 4, token={TOKEN!r}, chunk_bytes={CHUNK})
+server = StateServer("127.0.0.1", 4, token={TOKEN!r})
 server.offer("k", "theirs", [torch.arange(1 << 21)])
 print(server.url, flush=True)
 sys.stdin.read()
@@ -205,17 +203,13 @@ def test_the_owner_is_killed() -> None:
     second = StateServer("127.0.0.1", None, token=TOKEN)
     try:
         url = owner.stdout.readline().strip()
-        with Proxy(url) as proxy:
-            one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=3)
-            wait_for(lambda: proxy.passed > 4 * CHUNK)
-            owner.kill()
-            assert owner.wait(20) == -signal.SIGKILL
-            with pytest.raises(TransferError, match="no progress") as caught:
-                one.result(20)
-            assert len(proxy.asked) > 1, "it tried again"
-        position = re.search(r"after (\d+) of (\d+) chunks", caught.value.reason)
-        assert position is not None
-        assert 0 < int(position[1]) < int(position[2]), "it died in the middle"
+        one = Fetch(url, "k", token=TOKEN, timeout_s=20)
+        wait_for(lambda: one.share > 0)
+        owner.kill()
+        assert owner.wait(20) == -signal.SIGKILL
+        with pytest.raises(TransferError, match=r"ended early|reset"):
+            one.result(20)
+        assert one.share < 1, "it died in the middle"
         second.offer("k", "ours", [torch.arange(1 << 21)])
         assert second.url != url
         text, (got,) = get(second.url)
@@ -241,29 +235,24 @@ def test_stopping_in_a_read(server: StateServer) -> None:
         with pytest.raises(TimeoutError):
             one.result(0)
         one.cancel()
-        with pytest.raises(TransferError, match=r"stopped (after [0-4] of|before the first chunk)") as caught:
+        with pytest.raises(TransferError, match=r"stopped after 0%"):
             one.result(20)
-        assert caught.value.failure == "stopped"
         assert one.done()
 
 
 def test_stopping_while_it_waits_for_the_offer(server: StateServer) -> None:
     with Proxy(server.url) as proxy:
         one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=600)
-        wait_for(lambda: len(proxy.asked) > 0)
+        wait_for(lambda: proxy.asked > 0)
         one.cancel()
         with pytest.raises(TransferError, match="stopped"):
             one.result(20)
 
 
-def test_stopping_in_a_connect_and_between_attempts() -> None:
+def test_stopping_in_a_connect() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        refused = Fetch(url, "k", token=TOKEN, timeout_s=600)
-        refused.cancel()
-        with pytest.raises(TransferError, match="stopped"):
-            refused.result(20)
         listener.listen(0)
         first = socket.create_connection(listener.getsockname())  # fills the queue: others are not answered
         one = Fetch(url, "k", token=TOKEN, timeout_s=600)
@@ -271,13 +260,13 @@ def test_stopping_in_a_connect_and_between_attempts() -> None:
         with pytest.raises(TimeoutError):
             one.result(0)
         one.cancel()
-        with pytest.raises(TransferError, match="stopped before the first chunk"):
+        with pytest.raises(TransferError, match="stopped after 0%"):
             one.result(20)
         first.close()
 
 
 def test_closing_with_everything_in_flight() -> None:
-    server = StateServer("127.0.0.1", None, token=TOKEN, chunk_bytes=CHUNK)
+    server = StateServer("127.0.0.1", None, token=TOKEN)
     server.offer("k", "t", [torch.zeros(1 << 22)])
     idle = socket.create_connection((str(urlsplit(server.url).hostname), urlsplit(server.url).port or 0))
     with Proxy(server.url, "hold", at=5 * CHUNK) as held, Proxy(server.url) as waiting:
@@ -285,20 +274,18 @@ def test_closing_with_everything_in_flight() -> None:
             Fetch(held.url, "k", token=TOKEN, timeout_s=60),
             Fetch(waiting.url, "absent", token=TOKEN, timeout_s=60),
         ]
-        wait_for(lambda: held.strikes == 1 and len(waiting.asked) >= 1)
+        wait_for(lambda: held.strikes == waiting.asked == 1)
         server.close()
         server.close()
         assert idle.recv(1) == b""
         held.release.set()
         for one in fetches:
-            one.cancel()
-            with pytest.raises(TransferError, match="stopped"):
+            with pytest.raises(TransferError, match=r"ended early|reset|RemoteDisconnected"):
                 one.result(20)
     idle.close()
     server.withdraw("k")
-    with pytest.raises(TransferError, match="closed") as caught:
+    with pytest.raises(TransferError, match="closed"):
         server.offer("k", "", ())
-    assert caught.value.failure == "closed"
 
 
 def test_closing_while_connections_arrive() -> None:

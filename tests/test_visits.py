@@ -13,7 +13,8 @@ import pytest
 import torch
 
 from bamboo_ds import for_each_stage
-from bamboo_ds.engine.operations.visits import StageVisits, without_process
+from bamboo_ds.engine.operations.visits import StageVisits
+from bamboo_ds.engine.script.changes import without_process
 from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
 
 from .support.faults import mark
@@ -128,4 +129,4 @@ def test_stages_without_a_process_are_told_at_the_end(
     with caplog.at_level(logging.WARNING):
         StageVisits.tell_absent(visits)
     assert (told in caplog.text) if told else not caplog.text
-    assert bool(without_process(plan, LAYOUT)) is (plan is not PLAN)
+    assert bool(without_process(plan)) is (plan is not PLAN)

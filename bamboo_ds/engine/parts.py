@@ -16,13 +16,11 @@ from ..topology import Layout
 from .checkpoints.saving import HostCopyEngine, Saves
 from .context.history import History
 from .context.shared import EngineContext, InContext
-from .data.batches import Batches
 from .data.dataset import Dataset
-from .data.supply import BatchSupply, Needs, reading
-from .iteration.measures import Measures
+from .data.supply import BatchSupply, Needs
+from .iteration.measures import Measures, local_stage
 from .iteration.parts import IterationParts
 from .iteration.slices import mode_for
-from .iteration.stage_memory import local_stage
 from .joining.loading import Loader
 from .joining.replay import Replay
 from .operations.checkpointing import Checkpoints, End
@@ -151,8 +149,7 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
     dataset = _dataset_of(ds, layout)
     stage, limit = local_stage(ds, layout, mode.eager_backward), settings.topology.memory_limit
     needs = Needs(partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit), dataset is None)
-    batches = Batches(layout.slices, partial(reading, context))
-    supply = BatchSupply(context, batches, dataset, ds.data_iterator, needs)
+    supply = BatchSupply(context, dataset, ds.data_iterator, needs)
     host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)
     saves, builder = Saves(job, settings.checkpoint, host, context.history), StageBuilder(context)
     flags = flags_here(ds.device)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
 from ..worker import plan_changes as plan_change
-from .joining.resuming import newest_whole
+from .joining.loading import newest_whole
 from .recovery.reports import StartReport
 from .script.flags import compare_flags, uncertain
 
@@ -77,8 +77,8 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         exact=exact,
         flags=parts.flags,
     )
-    told = parts.epoch.transport.exchange(mine.to_json())
-    reports = {member: StartReport.from_json(text) for member, text in told.items()}
+    told = parts.epoch.transport.exchange(mine.model_dump_json())
+    reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
     leads = plan.owners[0]
     agreed = reports[leads]
     compare_flags({member: report.flags for member, report in reports.items()}, leads)
@@ -92,7 +92,5 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         )
     parts.flags.clear()
     parts.flags.update(agreed.flags)
-    parts.progress.seed, parts.saves.nonce = agreed.seed, agreed.nonce
-    parts.progress.checksums = agreed.checksums
-    parts.iteration.checks.begin(agreed.exact)
+    parts.recovery.adopt(agreed)
     return agreed

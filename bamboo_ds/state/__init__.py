@@ -1,5 +1,5 @@
 """Moving a role's state between members."""
 
-from .tree import ARRAYS, Tree, join, split
+from .tree import ARRAYS, SCALARS, Tree, join, split
 
-__all__ = ["ARRAYS", "Tree", "join", "split"]
+__all__ = ["ARRAYS", "SCALARS", "Tree", "join", "split"]

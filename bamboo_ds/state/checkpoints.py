@@ -58,7 +58,7 @@ _CHUNK = 1 << 22
 
 
 class CheckpointError(BambooError, RuntimeError):
-    """A checkpoint cannot be used, or a tag or id cannot name one."""
+    """A checkpoint cannot be used, or written, or a tag or id cannot name one."""
 
 
 def _relative(name: str) -> str:

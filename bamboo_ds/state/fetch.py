@@ -6,7 +6,6 @@ import contextlib
 import hmac
 import http.client
 import io
-import logging
 import os
 import secrets
 import select
@@ -19,32 +18,13 @@ from typing import IO, Any
 from urllib.parse import urlencode, urlsplit
 
 import torch
-from tenacity import RetryCallState, Retrying, retry_if_exception_type, sleep_using_event
 
 from ..errors import TransferError, UnsupportedError
 from ..secret import NONE, JobSecret
-from .transfer import (
-    CHECKSUM,
-    NONCE,
-    PATH,
-    PREFIX,
-    PROOF,
-    Chunks,
-    Corrupt,
-    Header,
-    Pass,
-    decode_header,
-    header_size,
-    view,
-)
-
-log = logging.getLogger(__name__)
+from .transfer import CHECKSUM, NONCE, PATH, PREFIX, PROOF, Corrupt, Pass, decode_header, header_size, pieces, view
 
 #: How often a wait looks whether it should end.
 _TICK_S = 0.05
-#: Longest time that a server is asked to hold its answer for a key that is not offered yet.
-_LONG_POLL_S = 3.0
-_BACKOFF_S = (0.02, 1.0)
 #: Tensors smaller than this are read several at a time.
 _READ_BUFFER = 1 << 16
 
@@ -58,21 +38,17 @@ def fetch(url: str, key: str, *, token: str, timeout_s: float, secret: JobSecret
     return Fetch(url, key, token=token, timeout_s=timeout_s, secret=secret).result()
 
 
-class _Broken(Exception):
-    """This attempt failed; another may not."""
-
-
 class Fetch:
     """Fetches the snapshot under ``key`` in a daemon thread, from its construction on.
 
-    Waits for a key that is not offered yet. After a broken connection or a chunk with a wrong checksum only the chunks
-    that were not verified yet are fetched again; a snapshot that is replaced under way is fetched from its start.
+    Waits for a key that is not offered yet. A transfer that fails is not repeated: its caller knows whether it is still
+    needed.
 
     Args:
         url: the server's ``url``.
         token: the server's.
-        timeout_s: seconds without a newly verified chunk (or header) until it is given up. A transfer that moves
-            never times out; the server's rate should send several chunks in this time.
+        timeout_s: seconds without progress (an answer, or some MiB of it) until it is given up. A transfer that moves
+            never times out.
         secret: the job's.
 
     Attributes:
@@ -88,10 +64,7 @@ class Fetch:
         self._url, self._key, self._timeout_s = url, key, timeout_s
         self._pass, self._nonce = Pass(secret, token), secrets.token_hex(16)
         self._stop = threading.Event()
-        self._incoming: _Incoming | None = None
-        self._progress = time.monotonic()
-        self._failures = 0
-        self._reason = "the other side is silent"  # why the last attempt failed
+        self._moved_at = time.monotonic()
         self._outcome: Fetched | BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="bamboo-state-fetch", daemon=True)
         self._thread.start()
@@ -105,8 +78,9 @@ class Fetch:
 
         Raises:
             TimeoutError: it has not ended within ``timeout_s`` seconds.
-            TransferError: no data for the fetch's own ``timeout_s``, the owner withdrew the snapshot, the server
-                refuses this member or speaks another version, or :meth:`cancel` was called; its ``failure`` says which.
+            TransferError: no progress for the fetch's own ``timeout_s``, the connection broke, as it does where the
+                owner withdraws the snapshot, what came is not what was sent, the server refuses this member or speaks
+                another version, or :meth:`cancel` was called.
         """
         self._thread.join(timeout_s)
         if self._thread.is_alive():
@@ -123,140 +97,78 @@ class Fetch:
     # -- the thread ----------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        retrying = Retrying(
-            retry=retry_if_exception_type(_Broken),
-            stop=lambda state: time.monotonic() >= self._progress + self._timeout_s,
-            wait=self._backoff,
-            sleep=sleep_using_event(self._stop),
-            reraise=True,
-        )
         try:
-            self._outcome = retrying(self._attempt)
-        except _Broken as error:
-            reason = f"no progress for {self._timeout_s:g} s {self._position()} (last: {self._reason})"
-            self._outcome = self._failed("timeout", reason)
+            self._outcome = self._fetched()
+        except (OSError, http.client.HTTPException, Corrupt, UnsupportedError) as error:
+            self._outcome = self._failed(f"{type(error).__name__}: {error}")
             self._outcome.__cause__ = error
         except BaseException as error:
             self._outcome = error  # result() raises it
 
-    def _failed(self, failure: str, reason: str) -> TransferError:
-        return TransferError(self._key, self._url, failure, reason)
-
-    def _position(self) -> str:
-        if self._incoming is None:
-            return "before the first chunk"
-        return f"after {self._incoming.verified} of {len(self._incoming.chunks)} chunks"
-
-    def _backoff(self, state: RetryCallState) -> float:
-        """Seconds to wait, doubling with every failure since the last progress."""
-        left = self._progress + self._timeout_s - time.monotonic()
-        wait_s = min(_BACKOFF_S[1], _BACKOFF_S[0] * 2 ** min(self._failures, 10), max(0.0, left))
-        self._failures += 1
-        return float(wait_s)
-
-    def _moved(self) -> None:
-        self._progress, self._failures = time.monotonic(), 0
+    def _failed(self, reason: str) -> TransferError:
+        return TransferError(f"the transfer of {self._key!r} from {self._url} failed: {reason}")
 
     def _check(self) -> None:
         """Raise if waiting any longer is pointless."""
         if self._stop.is_set():
-            raise self._failed("stopped", f"the fetch was stopped {self._position()}")
-        if time.monotonic() >= self._progress + self._timeout_s:
-            raise _Broken(self._reason)
+            raise self._failed(f"it was stopped after {self.share:.0%}")
+        if time.monotonic() >= self._moved_at + self._timeout_s:
+            raise self._failed(f"no progress for {self._timeout_s:g} s after {self.share:.0%}")
 
-    def _attempt(self) -> Fetched:
-        self._check()
-        first = self._incoming.verified if self._incoming else 0
-        try:
-            with self._connect() as line, self._ask(line, first) as response:
-                self._admit(response)
-                return self._receive(response, first)
-        except (OSError, http.client.HTTPException, Corrupt, _Broken) as error:
-            reason = f"{type(error).__name__}: {error}" if not isinstance(error, (Corrupt, _Broken)) else str(error)
-            self._reason = reason
-            log.info("transfer of %r from %s broke %s: %s", self._key, self._url, self._position(), reason)
-            raise _Broken(reason) from error
-        except UnsupportedError as error:
-            raise self._failed("refused", str(error)) from error
+    def _fetched(self) -> Fetched:
+        while True:
+            self._check()
+            with self._connect() as line, self._ask(line) as response:
+                if self._is_offered(response):
+                    return self._receive(response)
 
     @contextlib.contextmanager
     def _connect(self) -> Iterator[_Line]:
         family, kind, protocol, _, name = socket.getaddrinfo(self._host, self._port, type=socket.SOCK_STREAM)[0]
         with socket.socket(family, kind, protocol) as sock:
             sock.setblocking(False)
-            # So that one dead connection leaves time for others.
-            line = _Line(sock, self._check, self._timeout_s / 3)
+            line = _Line(sock, self._check)
             line.connect(name)
             yield line
 
-    def _ask(self, line: _Line, first: int) -> http.client.HTTPResponse:
+    def _ask(self, line: _Line) -> http.client.HTTPResponse:
         """Send the request; the answer is still to be read."""
-        query = urlencode({"key": self._key, "from": first, "wait": min(_LONG_POLL_S, self._timeout_s / 4)})
         line.sendall(
-            f"GET {PATH}?{query} HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n"
+            f"GET {PATH}?{urlencode({'key': self._key})} HTTP/1.1\r\nHost: {self._netloc}\r\nConnection: close\r\n"
             f"Authorization: {self._pass.authorization(self._key)}\r\n{NONCE}: {self._nonce}\r\n\r\n".encode()
         )
         return http.client.HTTPResponse(line, method="GET")  # type: ignore[arg-type]
 
-    def _admit(self, response: http.client.HTTPResponse) -> None:
-        """Read the answer up to its body; raises unless it is a snapshot."""
+    def _is_offered(self, response: http.client.HTTPResponse) -> bool:
+        """Read the answer up to its body: a snapshot's, or that there is none yet, after the server has waited."""
         response.begin()
-        if response.status == 403:
-            raise self._failed("refused", "the server refuses us; all members of a job must have the same secret")
-        if response.status == 410:
-            raise self._failed("withdrawn", "its owner has withdrawn it")
         if response.status == 404:
-            self._failures = 0  # the server has held the answer: ask again at once
-            raise _Broken("the owner has not offered it yet")
-        if response.status == 416:
-            self._incoming = None  # another snapshot, with fewer chunks
+            return False
+        if response.status == 403:
+            raise self._failed("the server refuses us; all members of a job must have the same secret")
         if response.status != 200:
-            raise _Broken(f"the server answers {response.status} {response.reason}")
+            raise self._failed(f"the server answers {response.status} {response.reason}")
         proof = response.headers.get(PROOF, "").encode(errors="replace")
         if not hmac.compare_digest(proof, self._pass.proof(self._key, self._nonce).encode()):
-            raise _Broken("the server is not the owner: its answer proves nothing")
+            raise self._failed("the server is not the owner: its answer proves nothing")
+        return True
 
-    def _receive(self, response: http.client.HTTPResponse, first: int) -> Fetched:
+    def _receive(self, response: http.client.HTTPResponse) -> Fetched:
         length, crc = header_size(_exactly(response, PREFIX.size))
         header = decode_header(_exactly(response, length), crc)
-        if self._incoming is None or self._incoming.header.identity != header.identity:
-            self._incoming = _Incoming(header)
-            self._moved()
-            if first:
-                raise _Broken("the owner has replaced the snapshot")
-        incoming = self._incoming
-        while incoming.verified < len(incoming.chunks):
-            incoming.read(response)
-            self.share = incoming.verified / len(incoming.chunks)
-            self._moved()
-            self._check()
-        return header.text, incoming.tensors
-
-
-class _Incoming:
-    """The tensors of a snapshot, filled chunk by chunk."""
-
-    def __init__(self, header: Header) -> None:
-        self.header = header
-        self.tensors = []
-        views = []
-        for meta in header.tensors:
-            data = torch.empty(meta.nbytes, dtype=torch.uint8)
-            views.append(view(data))
-            self.tensors.append(data.view(getattr(torch, meta.dtype)).reshape(meta.shape))
-        self.chunks = Chunks(views, header.chunk_bytes)
-        self.verified = 0
-
-    def read(self, response: http.client.HTTPResponse) -> None:
-        """Fill the first missing chunk; raises :class:`Corrupt` or :class:`_Broken`, and can then be repeated."""
-        crc = 0
-        for piece in self.chunks[self.verified]:
+        memory = [torch.empty(meta.nbytes, dtype=torch.uint8) for meta in header.tensors]
+        received, total, crc = 0, sum(data.nbytes for data in memory), 0
+        for piece in pieces(map(view, memory)):
             _fill(response, piece)
-            crc = zlib.crc32(piece, crc)
+            crc, received = zlib.crc32(piece, crc), received + len(piece)
+            self.share, self._moved_at = received / total, time.monotonic()
+            self._check()
         (expected,) = CHECKSUM.unpack(_exactly(response, CHECKSUM.size))
         if crc != expected:
-            raise Corrupt(f"chunk {self.verified} has crc32 {crc:08x}, its owner sent {expected:08x}")
-        self.verified += 1
+            raise Corrupt(f"the tensors have crc32 {crc:08x}, their owner sent {expected:08x}")
+        self.share = 1.0
+        metas = zip(memory, header.tensors, strict=True)
+        return header.text, [data.view(getattr(torch, meta.dtype)).reshape(meta.shape) for data, meta in metas]
 
 
 def _fill(source: IO[bytes] | http.client.HTTPResponse, target: memoryview) -> None:
@@ -265,7 +177,7 @@ def _fill(source: IO[bytes] | http.client.HTTPResponse, target: memoryview) -> N
     while done < len(target):
         count = source.readinto(target[done:])  # type: ignore[union-attr]
         if not count:
-            raise _Broken("the answer ended early")
+            raise ConnectionError("the answer ended early")
         done += count
 
 
@@ -281,11 +193,10 @@ class _Line(io.RawIOBase):
     Args:
         sock: not blocking; the caller closes it.
         check: called while waiting; its exception ends the wait.
-        idle_s: seconds without a byte after which the connection counts as dead.
     """
 
-    def __init__(self, sock: socket.socket, check: Callable[[], None], idle_s: float) -> None:
-        self._sock, self._check, self._idle_s = sock, check, idle_s
+    def __init__(self, sock: socket.socket, check: Callable[[], None]) -> None:
+        self._sock, self._check = sock, check
 
     def connect(self, name: Any) -> None:
         """Connect to a socket address."""
@@ -319,8 +230,5 @@ class _Line(io.RawIOBase):
     def _wait(self, event: int) -> None:
         poller = select.poll()  # unlike select(), also for descriptors above 1023
         poller.register(self._sock, event)
-        end = time.monotonic() + self._idle_s
         while not poller.poll(1000 * _TICK_S):
             self._check()
-            if time.monotonic() >= end:
-                raise _Broken(f"no byte within {self._idle_s:.1f} s")

@@ -75,7 +75,7 @@ def partial_folder(folder: Path, job: str, save_id: str, tag: str) -> Path:
 def open_partial(folder: Path, record: SaveRecord) -> Path:
     """Create the partial folder with its record, in one step; raises ``OSError``."""
     target = partial_folder(folder, record.job, record.save_id, record.tag)
-    fresh = _hidden_name(folder, REMOVING, record.job)
+    fresh = hidden_name(folder, record.job)
     fresh.mkdir()
     write_atomically(fresh / SAVE, record.to_json())
     os.rename(fresh, target)
@@ -140,7 +140,7 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
         if _exchange(partial, target):
             discard(partial, folder, manifest.job)
         else:
-            old = _hidden_name(folder, REPLACED, manifest.job)
+            old = hidden_name(folder, manifest.job, REPLACED)
             old = old.with_name(f"{old.name}{SEPARATOR}{quote(manifest.tag, safe='')}")
             os.rename(target, old)
             try:
@@ -175,14 +175,21 @@ def _give_back(old: Path, folder: Path, job: str) -> Path | None:
     if target.exists():
         discard(old, folder, job)
         return None
+    if not give_name(old, target):
+        return None
+    logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
+    return target
+
+
+def give_name(kept: Path, target: Path) -> bool:
+    """Rename ``kept`` to ``target``; whether no other member was faster. Raises ``OSError``."""
     try:
-        os.rename(old, target)
+        os.rename(kept, target)
     except OSError:
         if not target.exists():
             raise
-        return None  # another member was faster
-    logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
-    return target
+        return False
+    return True
 
 
 def take_over(folder: Path, job: str, lineage: Lineage) -> None:
@@ -303,7 +310,7 @@ def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bo
     Returns:
         Whether its name is free because of this call.
     """
-    doomed = _hidden_name(folder, REMOVING, job)
+    doomed = hidden_name(folder, job)
     try:
         os.rename(path, doomed)
     except FileNotFoundError:
@@ -331,12 +338,8 @@ def _delete(doomed: Path) -> None:
     logger.warning("%s cannot be deleted yet: %s", doomed, problem)
 
 
-def hidden_name(folder: Path, job: str) -> Path:
-    """Name of a folder that the next :func:`clean` removes, unless it has got another name by then."""
-    return _hidden_name(folder, REMOVING, job)
-
-
-def _hidden_name(folder: Path, kind: str, job: str) -> Path:
+def hidden_name(folder: Path, job: str, kind: str = REMOVING) -> Path:
+    """Name of a folder that the next :func:`clean` removes, unless it is of another ``kind``, or renamed by then."""
     return folder / SEPARATOR.join((kind, job, secrets.token_hex(4)))
 
 

@@ -2,7 +2,7 @@
 
 A save from the view of the job's main thread, on every member that owns a role::
 
-    saver.begin(folder, tag, save_id=…, step=…, layout=…, owners=…)
+    saver.begin(save)
     saver.add(rank, files)          for every role that it owns
     (all agree that the save takes place)
     saver.submit()                  the thread begins to write
@@ -24,11 +24,9 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..generations import Lineage
-from ..topology.roles import Layout
 from . import publish, spares
-from .checkpoints import CheckpointError, Manifest, SaveRecord, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveFailed, SaveResult, check_lineage, perform
+from .checkpoints import CheckpointError, Manifest, read_manifest
+from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveResult, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -90,23 +88,7 @@ class CheckpointSaver:
 
     # -- a save -------------------------------------------------------------------------------------------
 
-    def begin(
-        self,
-        folder: str | Path,
-        tag: str,
-        *,
-        save_id: str,
-        step: int,
-        layout: Layout,
-        owners: Sequence[str],
-        latest: bool = True,
-        seed: int | None = None,
-        consumed: int | None = None,
-        lineage: Lineage = ("", 0),
-        losses: Callable[[], Sequence[float]] | None = None,
-        history: Callable[[], str] | None = None,
-        interrupt: Callable[[], None] | None = None,
-    ) -> bool:
+    def begin(self, save: Save, interrupt: Callable[[], None] | None = None) -> bool:
         """Begin to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
 
         A save that was begun and not submitted is forgotten. One of the same tag and step that is still being written
@@ -114,15 +96,8 @@ class CheckpointSaver:
         slow as the disk then, and no checkpoint is left out.
 
         Args:
-            save_id: equal on all members, different for every attempt, also of an earlier run of the same job; such as
-                a random number of the run, the epoch and the number of the operation.
-            step: number of committed steps in the state.
-            owners: member that adds each role, by rank. The first one leads: it completes the checkpoint.
-            latest: whether DeepSpeed's file ``latest`` is to name it.
-            seed, consumed: noted in the manifest.
-            lineage: of the job; nothing is published once a later one has begun in the folder.
-            losses: gives those of all steps up to this one; called by the thread of the member that leads.
-            history: the same, the JSON of what the job has done, this save included.
+            save: which, without files. Its id is different for every attempt, also of an earlier run of the same job;
+                such as a random number of the run, the epoch and the number of the operation.
             interrupt: called every 50 ms while waiting; may raise to end the wait.
 
         Returns:
@@ -130,40 +105,29 @@ class CheckpointSaver:
             file system), so this one is left out; reported as failed.
 
         Raises:
-            CheckpointError: ``tag`` or ``save_id`` cannot be used, or the saver is closed.
+            CheckpointError: its tag or id cannot be used, or the saver is closed.
         """
-        publish.check_tag(tag)
-        root = Path(os.path.abspath(folder))
-        record = SaveRecord(
-            job=self._job,
-            save_id=publish.check_id(save_id),
-            tag=tag,
-            step=step,
-            layout=layout,
-            seed=seed,
-            consumed=consumed,
-            origin=lineage[0],
-            generation=lineage[1],
-        )
+        record = save.record
+        publish.check_tag(record.tag)
+        publish.check_id(record.save_id)
         with self._changed:
             if self._closing:
                 raise CheckpointError("the saver is closed")
-            if save_id in self._used:
-                raise CheckpointError(f"save id {save_id} was used before: a repeated save needs another one")
+            if record.save_id in self._used:
+                raise CheckpointError(f"save id {record.save_id} was used before: a repeated save needs another one")
             self._open = None
-            for save in self._active():
-                if (save.folder, save.record.tag, save.record.step) == (root, tag, step):
-                    self._give_up(save, "superseded by a newer save")
+            for each in self._active():
+                if (each.folder, each.record.tag, each.record.step) == (save.folder, record.tag, record.step):
+                    self._give_up(each, "superseded by a newer save")
         if not self.wait(interrupt=interrupt):
-            result = SaveResult(root, tag, save_id, step, error="left out: the writer hangs in an earlier save")
             with self._changed:
-                self._results.append(result)
+                self._results.append(replace(save.result, error="left out: the writer hangs in an earlier save"))
             self.poll()
             return False
         with self._changed:
-            known = self._folders.get(root)
-            leads = owners[0] == self._member
-            self._open = Save(root, record, tuple(owners), leads, latest, losses, history, self._timeout_s, known)
+            save.leads, save.known = save.owners[0] == self._member, self._folders.get(save.folder)
+            save.timeout_s = self._timeout_s
+            self._open = save
         return True
 
     def add(self, rank: int, files: Sequence[HostFile]) -> None:
@@ -351,8 +315,7 @@ class CheckpointSaver:
 
     def _written(self, save: Save) -> SaveResult:
         """Write ``save``; any exception becomes the result's error."""
-        record = save.record
-        result = SaveResult(save.folder, record.tag, record.save_id, record.step)
+        result = save.result
         try:
             if save.all_written and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
@@ -362,7 +325,7 @@ class CheckpointSaver:
         except Exception as error:  # told as `checkpoint_failed`; training goes on
             if save.leads and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
-            logger.debug("checkpoint %s failed", record.tag, exc_info=True)
+            logger.debug("checkpoint %s failed", result.tag, exc_info=True)
             text = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
             return replace(result, error=_joined(text, _remove_partial(save)))
         if path is None:
@@ -388,7 +351,7 @@ class CheckpointSaver:
                 publish.point_latest(save.folder, save.record.tag)
             if self._keep:
                 publish.prune(save.folder, self._job, self._keep, path)
-        except (OSError, CheckpointError, SaveFailed) as error:
+        except (OSError, CheckpointError) as error:
             return f"complete, but the folder could not be tidied up: {error}"
         return None
 

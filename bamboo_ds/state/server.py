@@ -9,8 +9,7 @@ import socket
 import threading
 import time
 import traceback
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +19,7 @@ from ..errors import TransferError
 from ..forking import only_here
 from ..secret import NONE, JobSecret
 from ..serving import BACKLOG, abort, serve
-from .transfer import CHUNK_BYTES, NONCE, PATH, PROOF, Pass, StateSnapshot, Withdrawn
+from .transfer import CHECKSUM, NONCE, PATH, PIECE_BYTES, PROOF, Pass, StateSnapshot, Withdrawn
 
 if TYPE_CHECKING:
     from aiohttp import web
@@ -28,11 +27,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 #: Longest time that an answer is held back for a key that is not offered yet.
-_LONGEST_WAIT_S = 5.0
+_LONGEST_WAIT_S = 3.0
 #: A receiver that takes nothing for so long is cut off.
 _STALL_S = 60.0
-#: How many withdrawn keys are remembered.
-_REMEMBERED = 4096
 
 
 class TokenBucket:
@@ -66,7 +63,8 @@ class StateServer:
         rate_mb_per_s: bound on the tensors' bytes of all answers together, in 10^6 bytes per second; ``None``: none.
         token: shared with the receivers; never logged.
         secret: the job's; requests that do not prove both are refused.
-        chunk_bytes: bytes under one checksum.
+        answers: functions of a key, by what the keys begin with: requests for such a key get the text that is computed
+            for each. They are called on the server's thread and must be quick.
 
     Raises:
         OSError: cannot listen on ``address``.
@@ -82,18 +80,16 @@ class StateServer:
         *,
         token: str,
         secret: JobSecret = NONE,
-        chunk_bytes: int = CHUNK_BYTES,
+        answers: Mapping[str, Callable[[str], str]] | None = None,
     ) -> None:
         self._pass = Pass(secret, token)
         self._bucket = None
         if rate_mb_per_s is not None:
             rate = rate_mb_per_s * 1e6
-            self._bucket = TokenBucket(rate, min(chunk_bytes, rate))  # no more at once than in a second
-        self._chunk_bytes = chunk_bytes
+            self._bucket = TokenBucket(rate, min(PIECE_BYTES, rate))  # no more at once than in a second
         self._lock = threading.Lock()
         self._offers: dict[str, StateSnapshot] = {}
-        self._answers: dict[str, Callable[[str], str]] = {}
-        self._withdrawn: OrderedDict[str, None] = OrderedDict()
+        self._answers = answers or {}
         self._closed = False
         # Of the loop's thread alone:
         self._streams: dict[asyncio.Transport, StateSnapshot] = {}
@@ -122,36 +118,19 @@ class StateServer:
             UnsupportedError: a tensor that cannot be sent.
             TransferError: the server is closed.
         """
-        snapshot = StateSnapshot(text, tensors, self._chunk_bytes)
+        snapshot = StateSnapshot(text, tensors)
         with self._lock:
             if self._closed:
-                raise TransferError(key, self.url, "closed", "this server is closed")
+                raise TransferError(f"{key!r} cannot be offered: the server at {self.url} is closed")
             previous = self._offers.pop(key, None)
             self._offers[key] = snapshot
-            self._withdrawn.pop(key, None)
             self._changed(previous)
 
-    def answer(self, prefix: str, text: Callable[[str], str]) -> None:
-        """Answer requests for keys that begin with ``prefix`` by ``text(key)``, computed for each request.
-
-        ``text`` is called on the server's thread and must be quick.
-        """
-        with self._lock:
-            self._answers[prefix] = text
-
     def withdraw(self, key: str) -> None:
-        """Withdraw the offer: its transfers break off, and requests for ``key`` are answered accordingly.
-
-        Takes no longer than the checksum of one chunk. A key that was never offered can be withdrawn too, so
-        that no receiver waits for it.
-        """
+        """Withdraw the offer, if there is one: its transfers break off. Takes no longer than one checksum."""
         with self._lock:
-            if self._closed:
-                return
-            self._withdrawn[key] = None
-            while len(self._withdrawn) > _REMEMBERED:
-                self._withdrawn.popitem(last=False)
-            self._changed(self._offers.pop(key, None))
+            if not self._closed:
+                self._changed(self._offers.pop(key, None))
 
     def _changed(self, previous: StateSnapshot | None) -> None:
         """Under the lock and not closed, so that the loop lives."""
@@ -210,64 +189,51 @@ class StateServer:
         if not hmac.compare_digest(given, self._pass.authorization(key).encode()):
             return web.Response(status=403, text="wrong or missing proof of the job's secret")
         self._proven.add(request.protocol)
-        try:
-            key = request.query["key"]
-            first, wait_s = int(request.query.get("from", 0)), float(request.query.get("wait", 0))
-        except (KeyError, ValueError):
-            return web.Response(status=400, text="expected ?key=KEY&from=CHUNK&wait=SECONDS")
-        if request.method != "GET" or request.path != PATH:
-            return web.Response(status=404 if request.method == "GET" else 405, text=f"only GET {PATH} is served")
-        snapshot = await self._find(key, min(max(0.0, wait_s), _LONGEST_WAIT_S))
+        snapshot = await self._find(key) if (request.method, request.path) == ("GET", PATH) else None
         if snapshot is None:
-            return web.Response(status=404, headers={"Retry-After": "0"}, text="not offered yet")
-        if isinstance(snapshot, Withdrawn):
-            return web.Response(status=410, text="withdrawn")
-        if not 0 <= first <= len(snapshot):
-            return web.Response(status=416, text=f"there are {len(snapshot)} chunks")
-        return await self._send(request, snapshot, first)
+            return web.Response(status=404, text="not offered yet")
+        return await self._send(request, key, snapshot)
 
-    async def _find(self, key: str, wait_s: float) -> StateSnapshot | Withdrawn | None:
-        """The snapshot under ``key``, as soon as it is offered; ``None`` after ``wait_s`` seconds."""
+    async def _find(self, key: str) -> StateSnapshot | None:
+        """The snapshot under ``key``, as soon as it is offered; ``None`` after :data:`_LONGEST_WAIT_S`."""
         loop = asyncio.get_running_loop()
-        deadline = loop.time() + wait_s
+        deadline = loop.time() + _LONGEST_WAIT_S
         while True:
             change = self._change
             with self._lock:
-                if key in self._withdrawn:
-                    return Withdrawn()
                 if key in self._offers:
                     return self._offers[key]
                 text = next((text for prefix, text in self._answers.items() if key.startswith(prefix)), None)
             if text is not None:
-                return StateSnapshot(text(key), (), self._chunk_bytes)
+                return StateSnapshot(text(key), ())
             try:
                 await asyncio.wait_for(change.wait(), deadline - loop.time())
             except asyncio.TimeoutError:
                 return None
 
-    async def _send(self, request: web.BaseRequest, snapshot: StateSnapshot, first: int) -> web.StreamResponse:
+    async def _send(self, request: web.BaseRequest, key: str, snapshot: StateSnapshot) -> web.StreamResponse:
         from aiohttp import web
 
         transport: Any = request.transport
         if transport is None:
             raise ConnectionResetError("the receiver is gone")
-        proof = self._pass.proof(request.query["key"], request.headers.get(NONCE, ""))
+        proof = self._pass.proof(key, request.headers.get(NONCE, ""))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream", PROOF: proof})
-        response.content_length = snapshot.bytes_from(first)
+        response.content_length = snapshot.nbytes
         loop = asyncio.get_running_loop()
         self._streams[transport] = snapshot
-        stall = loop.call_later(_STALL_S, abort, transport)
+        stall, crc = loop.call_later(_STALL_S, abort, transport), 0
         try:
             await response.prepare(request)
             await response.write(snapshot.head)
-            for number in range(first, len(snapshot)):
+            for piece in snapshot.pieces():
                 stall.cancel()
                 if self._bucket is not None:
-                    await asyncio.sleep(self._bucket.reserve(snapshot.size(number)))
+                    await asyncio.sleep(self._bucket.reserve(len(piece)))
                 stall = loop.call_later(_STALL_S, abort, transport)
-                data, checksum = snapshot.read(number)
-                await response.write(data)
-                await response.write(checksum)
+                crc = snapshot.checksum(piece, crc)
+                await response.write(piece)
+            await response.write(CHECKSUM.pack(crc))
             await response.write_eof()
         except Withdrawn:
             abort(transport)

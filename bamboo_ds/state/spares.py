@@ -85,12 +85,8 @@ def settle(folder: Path, job: str | None = None, keep: Collection[str] = ()) -> 
             continue
         _clear(target, folder, maker)
         publish.make_folders(folder, target.relative_to(folder).parts[:-1])
-        try:
-            os.rename(spare, target)
-        except OSError:
-            if not target.exists():
-                raise
-            continue  # another member was faster
+        if not publish.give_name(spare, target):
+            continue
         logger.warning("checkpoint %s is back: it was deleted before a newer one was complete", target)
         back.append(target)
     return back

@@ -3,40 +3,34 @@
 A snapshot is a text and tensors, as :func:`~bamboo_ds.state.tree.split` makes them. On the wire it is
 
     prefix      magic, length of the header, crc32 of the header
-    header      JSON: identity, chunk size, text, and dtype, shape and bytes of each tensor
-    chunk k     the bytes, its crc32        (4 bytes, little-endian), for each k from the one asked for
-
-The chunks are the bytes of all tensors, one after another, cut every :data:`CHUNK_BYTES`; only the last may be
-shorter. Every answer carries the header, so that a receiver that resumes notices if the owner has put another
-snapshot under the key: its identity differs.
+    header      JSON: text, and dtype and shape of each tensor
+    tensors     their bytes, one after another
+    checksum    crc32 of these bytes (4 bytes, little-endian)
 """
 
 from __future__ import annotations
 
-import bisect
-import itertools
 import math
 import struct
 import threading
-import uuid
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, NonNegativeInt, PositiveInt, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, NonNegativeInt, ValidationError, field_validator
 
 from ..errors import UnsupportedError
 from ..secret import JobSecret
 
-#: What is checked, and sent again, at once.
-CHUNK_BYTES = 2 << 20
+#: What is sent, or received, at once.
+PIECE_BYTES = 2 << 20
 #: Path of the one resource; the key is a query parameter, since it may hold any character.
 PATH = "/state"
 PREFIX = struct.Struct("<8sQI")
 CHECKSUM = struct.Struct("<I")
-_MAGIC = b"bamboo\0\1"
+_MAGIC = b"bamboo\0\2"
 _LARGEST_HEADER = 1 << 30
 
 
@@ -79,31 +73,31 @@ class Pass:
 
 
 class TensorMeta(BaseModel):
-    """A tensor without its data; ``dtype`` is torch's name, ``nbytes`` the bytes of the data."""
+    """A tensor without its data; ``dtype`` is torch's name."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     dtype: str
     shape: tuple[NonNegativeInt, ...]
-    nbytes: NonNegativeInt
 
-    @model_validator(mode="after")
-    def _consistent(self) -> TensorMeta:
-        dtype = getattr(torch, self.dtype, None)
-        if not isinstance(dtype, torch.dtype):
-            raise ValueError(f"dtype {self.dtype!r} is unknown to this torch")
-        if self.nbytes != math.prod(self.shape) * dtype.itemsize:
-            raise ValueError(f"{self.nbytes} bytes are not a {self.dtype} tensor of shape {self.shape}")
-        return self
+    @field_validator("dtype")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if not isinstance(getattr(torch, name, None), torch.dtype):
+            raise ValueError(f"dtype {name!r} is unknown to this torch")
+        return name
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the data."""
+        return int(math.prod(self.shape) * getattr(torch, self.dtype).itemsize)
 
 
 class Header(BaseModel):
-    """All of a snapshot but the data; ``identity`` is different for every snapshot that was ever offered."""
+    """All of a snapshot but the data."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    identity: str
-    chunk_bytes: PositiveInt
     text: str
     tensors: tuple[TensorMeta, ...]
 
@@ -136,84 +130,54 @@ def decode_header(body: bytes, crc: int) -> Header:
         raise UnsupportedError(f"the header of a snapshot is not understood: {error}") from error
 
 
-class Chunks:
-    """The bytes of several tensors as one sequence of chunks."""
-
-    def __init__(self, views: Sequence[memoryview], chunk_bytes: int) -> None:
-        self._views = [view for view in views if len(view)]
-        self._ends = list(itertools.accumulate(len(view) for view in self._views))
-        self._size = chunk_bytes
-        self.nbytes = self._ends[-1] if self._ends else 0
-
-    def __len__(self) -> int:
-        return -(-self.nbytes // self._size)
-
-    def __getitem__(self, number: int) -> list[memoryview]:
-        """The pieces of chunk ``number``, none of them empty, in order."""
-        return list(self._pieces(number * self._size, min((number + 1) * self._size, self.nbytes)))
-
-    def _pieces(self, start: int, end: int) -> Iterator[memoryview]:
-        at = bisect.bisect_right(self._ends, start)
-        while start < end:
-            stop = min(self._ends[at], end)
-            offset = self._ends[at] - len(self._views[at])
-            yield self._views[at][start - offset : stop - offset]
-            start, at = stop, at + 1
+def pieces(views: Iterable[memoryview]) -> Iterator[memoryview]:
+    """All of ``views`` in order, in pieces of at most :data:`PIECE_BYTES`."""
+    for each in views:
+        for start in range(0, len(each), PIECE_BYTES):
+            yield each[start : start + PIECE_BYTES]
 
 
 class StateSnapshot:
-    """StateSnapshot under one key. The tensors must not change until :meth:`withdraw` has returned.
+    """A snapshot on its owner. The tensors must not change until :meth:`withdraw` has returned.
 
     Contiguous tensors in host memory are not copied, others are.
+
+    Attributes:
+        head: prefix and header.
+        nbytes: bytes of all that is sent.
 
     Raises:
         UnsupportedError: a sparse or quantized tensor, or one without data (``meta``).
     """
 
-    def __init__(self, text: str, tensors: Sequence[torch.Tensor], chunk_bytes: int = CHUNK_BYTES) -> None:
-        flat = [_as_bytes(tensor, number) for number, tensor in enumerate(tensors)]
-        meta = tuple(
-            TensorMeta(dtype=str(one.dtype).removeprefix("torch."), shape=tuple(one.shape), nbytes=data.numel())
-            for one, data in zip(tensors, flat, strict=True)
-        )
-        self.head = Header(identity=uuid.uuid4().hex, chunk_bytes=chunk_bytes, text=text, tensors=meta).encode()
-        self._chunks = Chunks([view(data) for data in flat], chunk_bytes)
-        self._count, self._nbytes, self._chunk_bytes = len(self._chunks), self._chunks.nbytes, chunk_bytes
-        self._lock = threading.Lock()
+    def __init__(self, text: str, tensors: Sequence[torch.Tensor]) -> None:
+        self._views = [view(_as_bytes(tensor, number)) for number, tensor in enumerate(tensors)]
+        meta = tuple(TensorMeta(dtype=str(t.dtype).removeprefix("torch."), shape=tuple(t.shape)) for t in tensors)
+        self.head = Header(text=text, tensors=meta).encode()
+        self.nbytes = len(self.head) + sum(map(len, self._views)) + CHECKSUM.size
+        self._lock, self._withdrawn = threading.Lock(), False
 
-    def __len__(self) -> int:
-        """Number of chunks."""
-        return self._count
+    def pieces(self) -> Iterator[memoryview]:
+        """The bytes of the tensors."""
+        return pieces(self._views)
 
-    def bytes_from(self, number: int) -> int:
-        """Bytes of an answer that starts with chunk ``number``."""
-        left = self._nbytes - number * self._chunk_bytes
-        return len(self.head) + max(0, left) + (self._count - number) * CHECKSUM.size
+    def checksum(self, piece: memoryview, value: int) -> int:
+        """The crc32 of what ends with ``piece``, going on from that of what came before.
 
-    def size(self, number: int) -> int:
-        """Bytes of chunk ``number`` without its checksum."""
-        return min(self._chunk_bytes, self._nbytes - number * self._chunk_bytes)
-
-    def read(self, number: int) -> tuple[memoryview | bytes, bytes]:
-        """Chunk ``number`` and its packed checksum.
-
-        A single piece is not copied. If its tensor changes after a withdrawal, the sent bytes no longer agree
-        with the checksum, which was computed before.
+        If a tensor changes after a withdrawal, what is sent of it does not agree with the checksum any more.
 
         Raises:
             Withdrawn: :meth:`withdraw` was called.
         """
         with self._lock:
-            pieces = self._chunks[number] if number < len(self._chunks) else []
-            if not pieces:
+            if self._withdrawn:
                 raise Withdrawn
-            data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
-            return data, CHECKSUM.pack(zlib.crc32(data))
+            return zlib.crc32(piece, value)
 
     def withdraw(self) -> None:
-        """Release the tensors: no chunk is read from now on."""
+        """Release the tensors: none is read from now on."""
         with self._lock:
-            self._chunks = Chunks([], 1)
+            self._views, self._withdrawn = [], True
 
 
 def _as_bytes(tensor: torch.Tensor, number: int) -> torch.Tensor:

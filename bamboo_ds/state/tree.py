@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from types import NoneType
 from typing import Any
 
 import numpy
@@ -18,6 +19,8 @@ from ..errors import ProtocolError, UnsupportedError
 
 Tree = Any
 
+#: Types of values that are numbers, text, or nothing.
+SCALARS = (bool, int, float, str, NoneType)
 #: Types of NumPy's arrays that torch has, too.
 ARRAYS = frozenset(
     getattr(numpy, name)
@@ -41,7 +44,7 @@ def split(tree: Tree) -> tuple[str, list[torch.Tensor]]:
         if isinstance(value, (numpy.ndarray, numpy.generic)) and value.dtype.type in ARRAYS:
             tensors.append(torch.from_numpy(numpy.array(value)))  # one of its own, that can be written to
             return ["array" if isinstance(value, numpy.ndarray) else "number", len(tensors) - 1]
-        if value is None or isinstance(value, (bool, int, float, str)):
+        if isinstance(value, SCALARS):
             return value
         if torch.is_tensor(value):
             place = places.setdefault(id(value), len(tensors))

@@ -38,6 +38,7 @@ from .checkpoints import (
     MANIFEST,
     SAVE,
     WRITTEN,
+    CheckpointError,
     FileRecord,
     Manifest,
     RoleFiles,
@@ -54,10 +55,6 @@ _FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
 
 class SaveAborted(BambooError, RuntimeError):
     """The job itself has given the save up; the folder is in order."""
-
-
-class SaveFailed(BambooError, RuntimeError):
-    """The checkpoint could not be written."""
 
 
 @dataclass(frozen=True)
@@ -114,12 +111,13 @@ class Save:
     """One save on one member.
 
     Attributes:
-        folder: what the script gave to ``save_checkpoint``.
-        owners: member that has copied each role, by rank.
-        leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
+        folder: what the script gave to ``save_checkpoint``, as an absolute path.
+        record: what is saved.
+        owners: member that copies each role, by rank. The first one leads.
         latest: whether DeepSpeed's file ``latest`` is to name it.
-        losses: gives those of all steps up to this one; ``None``: none are kept.
-        history: gives the JSON of what the job has done; ``None``: none is kept.
+        losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
+            that leads, as ``history``: the JSON of what the job has done, this save included.
+        leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         spared: what keeps the checkpoint before this one is there, or cannot be had.
@@ -132,11 +130,11 @@ class Save:
     folder: Path
     record: SaveRecord
     owners: tuple[str, ...]
-    leads: bool
-    latest: bool
-    losses: Callable[[], Sequence[float]] | None
-    history: Callable[[], str] | None
-    timeout_s: float
+    latest: bool = True
+    losses: Callable[[], Sequence[float]] | None = None
+    history: Callable[[], str] | None = None
+    leads: bool = False
+    timeout_s: float = 600.0
     known: KnownFolder | None = None
     files: dict[int, list[HostFile]] = field(default_factory=dict)
     gone: set[int] = field(default_factory=set)
@@ -149,6 +147,11 @@ class Save:
     def partial(self) -> Path:
         """Where it is put together."""
         return publish.partial_folder(self.folder, self.record.job, self.record.save_id, self.record.tag)
+
+    @property
+    def result(self) -> SaveResult:
+        """Its outcome, as long as there is nothing to tell."""
+        return SaveResult(self.folder, self.record.tag, self.record.save_id, self.record.step)
 
 
 class Control(Protocol):
@@ -216,7 +219,7 @@ def perform(save: Save, control: Control) -> Path | None:
 
     Raises:
         SaveAborted: it was given up.
-        SaveFailed, OSError: it cannot be completed.
+        CheckpointError, OSError: it cannot be completed.
     """
     control.check(save)
     try:
@@ -230,7 +233,7 @@ def perform(save: Save, control: Control) -> Path | None:
     except FileNotFoundError as error:
         if not save.leads and save.folder.exists():
             raise SaveAborted("the member that leads has given it up") from error
-        raise SaveFailed(
+        raise CheckpointError(
             f"{error.filename or save.partial} has vanished while {save.record.tag!r} was saved"
         ) from error
 
@@ -249,7 +252,7 @@ def _enter(save: Save, control: Control) -> None:
             publish.open_partial(save.folder, save.record)
             return
         if time.monotonic() > deadline:
-            raise SaveFailed(
+            raise CheckpointError(
                 f"{save.partial} has not appeared within {save.timeout_s:g} s: is {save.folder} on a file system that "
                 "all members share, and mounted here?"
             )
@@ -258,9 +261,9 @@ def _enter(save: Save, control: Control) -> None:
 
 
 def check_lineage(save: Save) -> None:
-    """Raise :class:`SaveFailed` if the job has been started again since, and its new workers have begun there."""
+    """Raise :class:`CheckpointError` if the job has been started again since, and its new workers have begun there."""
     if is_over(save.folder, save.record.lineage):
-        raise SaveFailed(
+        raise CheckpointError(
             f"the job has been started again since (this worker is of generation {save.record.generation}): "
             f"it may not write into {save.folder} any more"
         )
@@ -282,7 +285,7 @@ def _check_folder(save: Save) -> None:
         there = next(path for path in (save.folder, *save.folder.parents) if path.exists())
         lost = known.newest is not None and not known.newest.exists()
         if lost and os.stat(there).st_dev != known.device:
-            raise SaveFailed(f"{save.folder} is on another file system than before: is it mounted?")
+            raise CheckpointError(f"{save.folder} is on another file system than before: is it mounted?")
     save.folder.mkdir(parents=True, exist_ok=True)
 
 
@@ -346,18 +349,20 @@ def _await_manifest(save: Save, control: Control) -> Manifest:
             return read_manifest(root)
         for rank in sorted(expected):
             if f".failed-{rank}.json" in sizes:
-                raise SaveFailed(f"role {rank} could not write its files: {_note(root, rank)}")
+                raise CheckpointError(f"role {rank} could not write its files: {_note(root, rank)}")
             if rank not in roles and f"{WRITTEN}{rank}.json" in sizes:
                 roles[rank] = _read_role_files(root / f"{WRITTEN}{rank}.json", rank, save.record.save_id)
         missing = expected - set(roles)
         if not missing:
             return _write_manifest(save, roles)
         if missing & gone:
-            raise SaveFailed(f"the owners of roles {_listed(missing & gone)} were lost before they had written them")
+            raise CheckpointError(
+                f"the owners of roles {_listed(missing & gone)} were lost before they had written them"
+            )
         if sizes != before:
             before, deadline, poll = sizes, time.monotonic() + save.timeout_s, _FIRST_POLL_S
         elif time.monotonic() > deadline:
-            raise SaveFailed(
+            raise CheckpointError(
                 f"nothing has moved in {root} for {save.timeout_s:g} s; roles {_listed(missing)} are missing: is it on "
                 "a file system that all members share?"
             )
@@ -374,9 +379,9 @@ def _read_role_files(path: Path, rank: int, save_id: str) -> RoleFiles:
     try:
         found = RoleFiles.model_validate_json(path.read_bytes())
     except ValidationError as error:
-        raise SaveFailed(f"{path} cannot be read: {error}") from error
+        raise CheckpointError(f"{path} cannot be read: {error}") from error
     if (found.rank, found.save_id) != (rank, save_id):
-        raise SaveFailed(f"{path} belongs to role {found.rank} of save {found.save_id}")
+        raise CheckpointError(f"{path} belongs to role {found.rank} of save {found.save_id}")
     return found
 
 
@@ -387,9 +392,9 @@ def _write_manifest(save: Save, roles: Mapping[int, RoleFiles]) -> Manifest:
     for rank, written in sorted(roles.items()):
         for name, file in written.files.items():
             if name in files:
-                raise SaveFailed(f"role {rank} has written {name} besides another role")
+                raise CheckpointError(f"role {rank} has written {name} besides another role")
             if (size := os.stat(root / name).st_size) != file.size:
-                raise SaveFailed(f"{root / name} has {size:,} bytes; role {rank} has written {file.size:,}")
+                raise CheckpointError(f"{root / name} has {size:,} bytes; role {rank} has written {file.size:,}")
             files[name] = file
     notes = {LOSSES: json.dumps(list(save.losses()))} if save.losses is not None else {}
     if save.history is not None:

@@ -36,8 +36,16 @@ from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.generations import supersede
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.state import publish
-from bamboo_ds.state.checkpoints import MANIFEST, Manifest, SaveRecord, Status, list_checkpoints, read_manifest
-from bamboo_ds.state.writer import Save, SaveFailed, check_lineage
+from bamboo_ds.state.checkpoints import (
+    MANIFEST,
+    CheckpointError,
+    Manifest,
+    SaveRecord,
+    Status,
+    list_checkpoints,
+    read_manifest,
+)
+from bamboo_ds.state.writer import Save, check_lineage
 from bamboo_ds.topology import Plan
 from bamboo_ds.topology.plan import UNSTARTED
 
@@ -261,7 +269,7 @@ class World:
         manifest = Manifest.model_validate({**fields, **written})
         root = self.folder / FOLDER
         try:
-            save = Save(root, record, plan.owners, True, True, None, None, 1.0)
+            save = Save(root, record, plan.owners, leads=True, timeout_s=1.0)
             if "mark" not in self.off:
                 check_lineage(save)
             folder = publish.open_partial(root, record)
@@ -274,7 +282,7 @@ class World:
             if not whom % 2 and not here():  # at the worst instant
                 return
             publish.publish(folder, root, manifest)
-        except (SaveFailed, FileNotFoundError):
+        except (CheckpointError, FileNotFoundError):
             self.happened["refused"] += 1
             self._check_checkpoints()
             return

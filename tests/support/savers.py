@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from bamboo_ds.state import writer
-from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, hidden
+from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, SaveRecord, hidden
 from bamboo_ds.state.hostcopy import HostCopy
 from bamboo_ds.state.saver import CheckpointSaver
-from bamboo_ds.state.writer import HostFile, SaveResult
+from bamboo_ds.state.writer import HostFile, Save, SaveResult
 from bamboo_ds.topology import Layout
 
 LAYOUT = Layout(pipelines=1, stages=2)
@@ -46,14 +46,23 @@ class Member:
         self.complete: list[SaveResult] = []
         self.failed: list[SaveResult] = []
         callbacks = {"on_complete": self.complete.append, "on_failed": self.failed.append}
-        self.saver = CheckpointSaver(
-            settings.pop("job", "job"), f"m{rank}", **callbacks, **{"timeout_s": WAIT_S, **settings}
-        )
+        self.job = settings.pop("job", "job")
+        self.saver = CheckpointSaver(self.job, f"m{rank}", **callbacks, **{"timeout_s": WAIT_S, **settings})
 
-    def begin(self, step: int, *, attempt: str = "a", tag: str | None = None, **settings: Any) -> None:
-        layout = settings.setdefault("layout", LAYOUT)
-        arguments = {"owners": [f"m{rank}" for rank in range(layout.size)], **settings}
-        self.saver.begin(self.folder, tag or f"step{step}", save_id=f"{attempt}-{step}", step=step, **arguments)
+    def begin(
+        self,
+        step: int,
+        *,
+        attempt: str = "a",
+        tag: str | None = None,
+        layout: Layout = LAYOUT,
+        interrupt: Callable[[], None] | None = None,
+        **settings: Any,
+    ) -> bool:
+        name = f"step{step}" if tag is None else tag
+        record = SaveRecord(job=self.job, save_id=f"{attempt}-{step}", tag=name, step=step, layout=layout)
+        owners = tuple(f"m{rank}" for rank in range(layout.size))
+        return self.saver.begin(Save(self.folder, record, owners, **settings), interrupt)
 
     def save(self, step: int, kib: int = 8, **settings: Any) -> Member:
         self.begin(step, **settings)

@@ -30,12 +30,10 @@ from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.records import LayoutRecord, MemberRecord, WorkerState
 from bamboo_ds.engine.context.shared import EngineContext
-from bamboo_ds.engine.data.batches import Batches
 from bamboo_ds.engine.data.dataset import Dataset
-from bamboo_ds.engine.data.supply import BatchSupply, Needs, reading
+from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.block_times import BlockTimes
-from bamboo_ds.engine.iteration.measures import Measures
-from bamboo_ds.engine.iteration.stage_memory import PassBytes
+from bamboo_ds.engine.iteration.measures import Measures, PassBytes
 from bamboo_ds.engine.parts import Parts
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
 from bamboo_ds.engine.replicas.building import StageBuilder
@@ -176,8 +174,7 @@ class Member(Parts):
         context.progress.seed, context.progress.checksums = 7, spec.checksums
         random = Random(world.random.random())
         needs = Needs(partial(world.note_needs, name), dataset is None)
-        batches = Batches(1, partial(reading, context))
-        supply = BatchSupply(context, batches, dataset, None, needs)
+        supply = BatchSupply(context, dataset, None, needs)
         times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
@@ -635,7 +632,7 @@ class World:
         self.turns.wait()
         member = self.members[url]
         if url in self.network.dead or member.ended or member.left:
-            raise TransferError(key, url, "gone", "it is not there")
+            raise TransferError("it is not there")
         if key == FLAGS:
             return "{}", []
         return member.history.answer(key), []

@@ -15,17 +15,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deepspeed.runtime.checkpoint_engine.checkpoint_engine import CheckpointEngine
 from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchCheckpointEngine
 
 from ...compat import writes_zip_files
 from ...config import CheckpointConfig
 from ...errors import UnsupportedError
 from ...state import spares
-from ...state.checkpoints import CheckpointError, newest_complete, read_manifest
+from ...state.checkpoints import CheckpointError, SaveRecord, newest_complete, read_manifest
 from ...state.hostcopy import BufferPool, HostCopy
 from ...state.saver import CheckpointSaver
-from ...state.writer import HostFile, SaveResult
+from ...state.writer import HostFile, Save, SaveResult
 from ...topology import Plan
 from ..context.history import Done, History
 from ..context.records import Progress
@@ -40,25 +39,24 @@ logger = logging.getLogger("bamboo_ds")
 _FATAL_WAIT_S = 60.0
 
 
-class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
-    """Collects what DeepSpeed saves; otherwise DeepSpeed's own checkpoint engine ``inner``.
+class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
+    """Collects what DeepSpeed saves; otherwise as DeepSpeed's own checkpoint engine ``inner``.
 
     Takes the place of ``engine.checkpoint_engine``. While :meth:`collecting`, ``save`` copies and nothing touches the
-    file system; at other times (loading, ``save_16bit_model``) everything goes to ``inner``.
+    file system; at other times (``save_16bit_model``) files are written at once.
 
     Raises:
         UnsupportedError: ``inner`` is one of DeepSpeed's asynchronous or parallel writers.
     """
 
-    def __init__(self, inner: CheckpointEngine) -> None:
-        super().__init__()
+    def __init__(self, inner: Any) -> None:
         if type(inner) is not TorchCheckpointEngine:
             raise UnsupportedError(
                 f'DeepSpeed\'s {type(inner).__name__} cannot be used together with "bamboo", which writes checkpoints '
                 'in the background itself: remove "checkpoint.writer" and "datastates_ckpt" from the configuration'
             )
+        self.__dict__.update(vars(inner))
         self.name = type(self).__name__
-        self._inner = inner
         self._pool = BufferPool()
         self._files: list[HostFile] | None = None
         self._root = Path()
@@ -75,11 +73,11 @@ class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
     def save(self, state_dict: Any, path: str) -> None:
         """Copy ``state_dict`` to host memory at once (while collecting), else write it."""
         if self._files is None:
-            self._inner.save(state_dict, path)
+            super().save(state_dict, path)
             return
         name = Path(path).relative_to(self._root).as_posix()
         copy = HostCopy(state_dict, self._pool)
-        self._files.append(HostFile(name, copy, writes_zip_files(self._inner)))
+        self._files.append(HostFile(name, copy, writes_zip_files(self)))
 
     def trim(self) -> None:
         """Free host memory that the copies just made did not use; to be called when all roles are collected."""
@@ -88,23 +86,11 @@ class HostCopyEngine(CheckpointEngine):  # type: ignore[misc]
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
         """Nothing while collecting: folders come with their files."""
         if self._files is None:
-            self._inner.makedirs(path, exist_ok=exist_ok)
+            super().makedirs(path, exist_ok=exist_ok)
 
     def preserves_storage_sharing(self) -> bool:
         """Whether DeepSpeed has to clone tensors before it saves them; a copy needs no second one."""
-        return self._files is None and bool(self._inner.preserves_storage_sharing())
-
-    def create(self, info: Any) -> None:
-        self._inner.create(info)
-
-    def load(self, path: str, map_location: Any = None) -> Any:
-        return self._inner.load(path, map_location)
-
-    def commit(self, info: Any) -> bool:
-        return bool(self._inner.commit(info))
-
-    def is_data_parallel_writer(self, dp_rank: int) -> bool:
-        return bool(self._inner.is_data_parallel_writer(dp_rank))
+        return self._files is None and bool(super().preserves_storage_sharing())
 
 
 @dataclass(frozen=True)
@@ -185,22 +171,21 @@ class Saves:
         binding.refresh()
         save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
         this = Done("save", request.noted(save_id))
-        begun = self._saver.begin(
-            request.folder,
-            request.tag,
+        origin, generation = plan.lineage
+        record = SaveRecord(
+            job=self._job.channel.job,
             save_id=save_id,
+            tag=request.tag,
             step=binding.local.attributes["global_steps"],
             layout=plan.world,
-            owners=plan.owners,
-            latest=request.latest,
             seed=progress.seed,
             consumed=progress.consumed,
-            lineage=plan.lineage,
-            losses=lambda: self._history.losses(count),
-            history=lambda: self._history.first(count, this),
-            interrupt=self._job.session.check,
+            origin=origin,
+            generation=generation,
         )
-        if not begun:
+        save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest)
+        save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, this)
+        if not self._saver.begin(save, interrupt=self._job.session.check):
             return False
         for runtime in binding.owned():
             binding.use(runtime)

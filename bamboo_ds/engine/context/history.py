@@ -153,22 +153,18 @@ class History:
         told = json.loads(answer)
         if isinstance(told, list):  # of a checkpoint that an earlier version has written: all one by one
             told = {"count": len(told), "shape": None, "others": [[at, *each] for at, each in enumerate(told)]}
-        others = {at: Done(*fields) for at, *fields in told["others"]}
-        pipelines, each = told["shape"] or (0, 0)
-        losses, flags = (_unpacked(kind, told.get(name, "")) for kind, name in (("d", "losses"), ("b", "flags")))
-        row = 0
-        for at in range(told["count"]):
-            done = others.get(at)
-            if done is not None and done.kind == "train" and isinstance(done.data, dict):
+        other = History()
+        other._count, other._shape = told["count"], tuple(told["shape"]) if told["shape"] else None
+        other._others = {at: Done(*fields) for at, *fields in told["others"]}
+        other._numbers = sorted(other._others)
+        other._losses, other._flags = _unpacked("d", told.get("losses", "")), _unpacked("b", told.get("flags", ""))
+        for number in range(len(other)):
+            done = other[number]
+            if done.kind == "train" and isinstance(done.data, dict):
                 self.add_iteration(**done.data, alike=done.alike)
-            elif done is not None:
-                self.add(done.kind, done.data, done.alike)
             else:
-                begins = range(row * pipelines * each, (row + 1) * pipelines * each, each)
-                alike = bool(flags[row] & _ALIKE) if flags[row] & _COMPARED else None
-                self.add_iteration([losses[b : b + each] for b in begins], bool(flags[row] & _SKIPPED), alike)
-                row += 1
-        return int(told["count"])
+                self.add(done.kind, done.data, done.alike)
+        return len(other)
 
     # -- questions ----------------------------------------------------------------------------------------
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from enum import IntEnum
-from itertools import chain
 
 from ...comm.transport import Lane
 from ...topology import Plan, Role, batch_sources, end_sources
@@ -12,11 +12,11 @@ from ...topology import Plan, Role, batch_sources, end_sources
 class Stream(IntEnum):
     """What a lane carries. The role of a lane is the one that receives, or whose state it is."""
 
-    #: Outputs of the previous stage, to the role's owner.
+    #: Outputs of the previous stage, between the members that compute: owners, and shadows with a part of their role.
     ACTIVATION = 0
-    #: Gradients of the role's outputs, to the role's owner.
+    #: Gradients of the role's outputs, between the same.
     GRADIENT = 1
-    #: Reduced gradients and buffers of the role, from its owner to its shadow.
+    #: Reduced gradients and buffers of the role, from its owner to its shadow and to members that build a replica.
     REPLICA = 2
     #: Labels of a last stage, to its owner.
     LABELS = 3
@@ -24,7 +24,7 @@ class Stream(IntEnum):
     SHADOW_LABELS = 4
     #: Gradients of the role's outputs, to its shadow (eager redundant backwards).
     SHADOW_GRADIENT = 5
-    #: Full state of the role, from its owner to its shadow.
+    #: Full state of the role, where that is copied at once, to the same members.
     STATE = 6
     #: Inputs of a first stage, to its owner.
     INPUTS = 7
@@ -38,6 +38,13 @@ class Stream(IntEnum):
     CHANGES = 11
     #: Gradients of that part, back.
     PART = 12
+    #: What the script has changed of the role between two operations, from its owner to the holders of its state.
+    TOLD = 13
+    #: Parameters that the role's step has brought up to date, where the optimizer is partitioned: from its owner to
+    #: members that have other roles of the stage.
+    SHARD = 14
+    #: What the owner has computed, for the shadow that has rehearsed it.
+    REPORT = 15
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -61,40 +68,22 @@ def assists(plan: Plan, role: Role) -> bool:
 
 
 class Lanes:
-    """All lanes of ``plan``'s epoch.
-
-    Attributes:
-        streams: by what they carry and the role concerned; those of activations and gradients between owners.
-        others: of activations and gradients where one of the members is a shadow that computes a part of its role; by
-            these members, too.
-        shards: parameters that a role's step has brought up to date, from its owner to a member that has other roles
-            of the stage; where the optimizer is partitioned.
-        constructions: reduced gradients and buffers of a role, and its state where that is copied at once, to a member
-            that builds a replica of it.
-        told: what the script has changed of a role between two operations, from its owner to each member that holds or
-            builds a replica.
-    """
+    """All lanes of ``plan``'s epoch."""
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
         """Args:
         plan: the plan, without unheld roles.
         shadow_gradients: whether gradients are also sent to shadows.
         """
-        self.streams: dict[tuple[Stream, Role], Lane] = {}
-        self.others: dict[tuple[Stream, Role, str, str], Lane] = {}
-        self.constructions: dict[tuple[Role, str], Lane] = {}
-        self.shards: dict[tuple[Role, str], Lane] = {}
-        self.told: dict[tuple[Role, str], Lane] = {}
+        self._begin()
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
             helper = shadow if shadow is not None and assists(plan, role) else None
             if role.stage > 0:
-                self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), owner)
-                self._add_others(plan, Stream.ACTIVATION, role, layout.predecessor(role))
+                self._connect(plan, Stream.ACTIVATION, role, layout.predecessor(role))
             if role.stage < layout.stages - 1:
-                self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), owner)
-                self._add_others(plan, Stream.GRADIENT, role, layout.successor(role))
+                self._connect(plan, Stream.GRADIENT, role, layout.successor(role))
                 if helper is not None and shadow_gradients:
                     self._add(Stream.SHADOW_GRADIENT, role, plan.computers(layout.successor(role))[0], helper)
             lent = plan.lending(role)
@@ -106,10 +95,12 @@ class Lanes:
                 self._add(Stream.PART, role, shadow, owner)
                 # It loads micro-batches, if its part is at an end of the pipeline.
                 helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
-            if shadow is not None:
-                self._add(Stream.REPLICA, role, owner, shadow)
-                self._add(Stream.STATE, role, owner, shadow)
-                self._tell(plan, role, shadow)
+            builders = [builder for rank, builder in plan.learners if rank == layout.rank(role)]
+            for holder in (*((shadow,) if shadow is not None else ()), *builders):
+                for stream in (Stream.REPLICA, Stream.STATE, Stream.TOLD):
+                    self._add(stream, role, owner, holder)
+            for member in _interested(plan, role) if layout.sharded else ():
+                self._add(Stream.SHARD, role, owner, member)
             # Those of the end itself are right in any case.
             sources = end_sources(plan, layout.rank(role)) or batch_sources(plan, role.pipeline)
             if not sources:
@@ -124,73 +115,62 @@ class Lanes:
                     self._add(to_owner, role, sources[0], owner)
                 if helper is not None and helper not in sources:
                     self._add(to_shadow, role, sources[0], helper)
-        for rank, builder in plan.learners:
-            role = layout.role(rank)
-            name = f"build {role} {builder}"
-            self.constructions[role, builder] = Lane(self._count(), plan.owner(role), builder, name)
-            self._tell(plan, role, builder)
-        for role in layout.roles if layout.sharded else ():
-            for member in _interested(plan, role):
-                name = f"shard {role} {member}"
-                self.shards[role, member] = Lane(self._count(), plan.owner(role), member, name)
 
-    def _count(self) -> int:
-        return len(self.streams) + len(self.others) + len(self.constructions) + len(self.shards) + len(self.told)
+    def _begin(self) -> None:
+        self._lanes: dict[tuple[Stream, Role], list[Lane]] = {}
+        self._count = 0
 
-    def _add_others(self, plan: Plan, stream: Stream, role: Role, source: Role) -> None:
-        """Between members of which one computes a part of ``role`` or of ``source`` as its shadow."""
+    def _connect(self, plan: Plan, stream: Stream, role: Role, beside: Role) -> None:
+        """From the owner of the role ``beside`` to that of ``role``, and between shadows that compute parts of them."""
         forward = stream is Stream.ACTIVATION
-        senders = {plan.owner(source), plan.computers(source)[-1 if forward else 0]}
+        self._add(stream, role, plan.owner(beside), plan.owner(role))
+        senders = {plan.owner(beside), plan.computers(beside)[-1 if forward else 0]}
         receivers = {plan.owner(role), plan.computers(role)[0 if forward else -1]}
         for sender in sorted(senders):
             for receiver in sorted(receivers):
-                if (sender, receiver) != (plan.owner(source), plan.owner(role)):
-                    name = f"{stream.name.lower()} {role} {sender} {receiver}"
-                    self.others[stream, role, sender, receiver] = Lane(self._count(), sender, receiver, name)
+                self._add(stream, role, sender, receiver)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
-        self.streams[stream, role] = Lane(self._count(), source, destination, f"{stream.name.lower()} {role}")
+        lanes = self._lanes.setdefault((stream, role), [])
+        if (source, destination) not in [(lane.source, lane.destination) for lane in lanes]:
+            name = f"{stream.name.lower()} {role} from {source} to {destination}"
+            lanes.append(Lane(self._count, source, destination, name))
+            self._count += 1
 
-    def _tell(self, plan: Plan, role: Role, holder: str) -> None:
-        if (role, holder) not in self.told:
-            self.told[role, holder] = Lane(self._count(), plan.owner(role), holder, f"told {role} {holder}")
+    def __iter__(self) -> Iterator[tuple[Stream, Role, Lane]]:
+        """Every lane, with what it carries, and the role concerned."""
+        return ((stream, role, lane) for (stream, role), lanes in self._lanes.items() for lane in lanes)
 
     def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
-        return self.streams[key]
-
-    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
-        """The lane of activations or gradients to ``role`` between two of the members that may compute."""
-        lane = self.streams[stream, role]
-        if (lane.source, lane.destination) == (source, destination):
-            return lane
-        return self.others[stream, role, source, destination]
+        """The only lane of a stream; of activations and gradients that between owners."""
+        return self._lanes[key][0]
 
     def get(self, key: tuple[Stream, Role]) -> Lane | None:
-        """The lane, if the plan has it."""
-        return self.streams.get(key)
+        """The same, if the plan has it."""
+        return self[key] if key in self._lanes else None
+
+    def of(self, stream: Stream, role: Role) -> list[Lane]:
+        """All lanes of a stream."""
+        return self._lanes.get((stream, role), [])
+
+    def to(self, stream: Stream, role: Role, member: str) -> Lane | None:
+        """The lane of a stream from an owner to ``member``, if the plan has it."""
+        return next((lane for lane in self.of(stream, role) if lane.destination == member), None)
 
     def replica(self, role: Role, member: str) -> Lane:
         """The lane of reduced gradients of ``role`` to ``member``, its shadow or one that builds a replica."""
-        return self.constructions.get((role, member)) or self.streams[Stream.REPLICA, role]
+        lane = self.to(Stream.REPLICA, role, member)
+        assert lane is not None
+        return lane
 
-    def replicas(self, role: Role) -> list[Lane]:
-        """The lanes on which the owner of ``role`` sends its reduced gradients."""
-        shadow = self.streams.get((Stream.REPLICA, role))
-        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.constructions.items() if r == role)]
-
-    def state(self, role: Role, member: str) -> Lane:
-        """The lane of the full state of ``role`` to ``member``, its shadow or one that builds a replica."""
-        return self.constructions.get((role, member)) or self.streams[Stream.STATE, role]
-
-    def states(self, role: Role) -> list[Lane]:
-        """The lanes on which the owner of ``role`` sends its full state."""
-        shadow = self.streams.get((Stream.STATE, role))
-        return [*([shadow] if shadow else []), *(lane for (r, _), lane in self.constructions.items() if r == role)]
+    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
+        """The lane of activations or gradients to ``role`` between two of the members that may compute."""
+        found = self._lanes[stream, role]
+        return next(lane for lane in found if (lane.source, lane.destination) == (source, destination))
 
     def all(self) -> list[Lane]:
         """Every lane."""
-        chosen = self.constructions.values(), self.shards.values(), self.told.values()
-        return [*self.streams.values(), *self.others.values(), *chain.from_iterable(chosen)]
+        return [lane for _, _, lane in self]
 
 
 class RehearsalLanes(Lanes):
@@ -198,22 +178,23 @@ class RehearsalLanes(Lanes):
 
     Attributes:
         roles: those whose passes the shadows rehearse.
-        reports: what the owner of a role has computed, for its shadow, of every role with a replica.
+        reported: those with a replica, of which the owners report what they have computed.
     """
 
     def __init__(self, plan: Plan) -> None:
         """Args:
         plan: the plan, without unheld roles.
         """
-        self.streams, self.others, self.constructions, self.shards, self.told = {}, {}, {}, {}, {}
-        self.reports: dict[Role, Lane] = {}
+        self._begin()
         self.roles: list[Role] = []
+        self.reported: list[Role] = []
         layout = plan.world
         for role in layout.roles:
             shadow = plan.shadow(role)
             if shadow is None:
                 continue
-            self.reports[role] = Lane(self._count(), plan.owner(role), shadow, f"report {role}")
+            self.reported.append(role)
+            self._add(Stream.REPORT, role, plan.owner(role), shadow)
             beside = (layout.predecessor(role), layout.successor(role))
             if not assists(plan, role) or any(plan.lending(other) for other in beside):
                 continue
@@ -223,16 +204,9 @@ class RehearsalLanes(Lanes):
             if role.stage < layout.stages - 1:
                 self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), shadow)
 
-    def _count(self) -> int:
-        return super()._count() + len(self.reports)
-
     def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
         """The lane to the shadow of ``role``, whoever computes it."""
-        return self.streams[stream, role]
-
-    def all(self) -> list[Lane]:
-        """Every lane."""
-        return [*super().all(), *self.reports.values()]
+        return self[stream, role]
 
 
 def _interested(plan: Plan, role: Role) -> list[str]:

@@ -26,11 +26,21 @@ class Outcome(Enum):
 
 
 class Operation(Protocol):
-    """One operation."""
+    """One operation.
 
-    @property
-    def call(self) -> str:
-        """What the script has called for it."""
+    Attributes:
+        call: what the script has called for it.
+        watched: it consists of many short instructions, so that one that does not end is a hang.
+        draws: it needs batches.
+        takes_steps: optimizers step in it.
+        goes_on: members may change their plan after it.
+    """
+
+    call: str
+    watched: bool
+    draws: bool
+    takes_steps: bool
+    goes_on: bool
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         """Do it, from ``progress`` if it was interrupted, up to and including the commit."""
@@ -40,22 +50,6 @@ class Operation(Protocol):
 
     def repeatable(self) -> bool:
         """Whether this member, which has entered the commit, could enter it again under the current plan."""
-
-    @property
-    def watched(self) -> bool:
-        """Whether it consists of many short instructions, so that one that does not end is a hang."""
-
-    @property
-    def draws(self) -> bool:
-        """Whether it needs batches from the scripts' iterators."""
-
-    @property
-    def takes_steps(self) -> bool:
-        """Whether optimizers step in it."""
-
-    @property
-    def goes_on(self) -> bool:
-        """Whether members may change their plan after it."""
 
     def finish(self, outcome: Outcome) -> None:
         """After the commit; no communication that a peer has to take part in at once.

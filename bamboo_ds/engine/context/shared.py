@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 
@@ -19,6 +19,8 @@ from .records import CurrentEpoch, Progress
 
 if TYPE_CHECKING:
     from ...worker.job import Job
+
+_T = TypeVar("_T")
 
 
 @dataclass(eq=False)
@@ -69,56 +71,31 @@ class EngineContext:
         return self.mode.replicas or self.layout.slices > 1
 
 
+class _Shared(Generic[_T]):
+    """What the context has under the same name."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, part: InContext, owner: type) -> _T:
+        return getattr(part.context, self._name)
+
+
 @dataclass(eq=False)
 class InContext:
     """A part of the engine: it has what all parts share at hand, and gets the parts that it calls besides."""
 
     context: EngineContext
 
-    @property
-    def ds(self) -> DeepSpeedAdapter:
-        return self.context.ds
-
-    @property
-    def job(self) -> Job:
-        return self.context.job
-
-    @property
-    def settings(self) -> BambooConfig:
-        return self.context.settings
-
-    @property
-    def mode(self) -> RedundancyMode:
-        return self.context.mode
-
-    @property
-    def layout(self) -> Layout:
-        return self.context.layout
-
-    @property
-    def groups(self) -> RoleGroups:
-        return self.context.groups
-
-    @property
-    def binding(self) -> RuntimeBinding:
-        return self.context.binding
-
-    @property
-    def epoch(self) -> CurrentEpoch:
-        return self.context.epoch
-
-    @property
-    def progress(self) -> Progress:
-        return self.context.progress
-
-    @property
-    def history(self) -> History:
-        return self.context.history
-
-    @property
-    def beats(self) -> Beats:
-        return self.context.beats
-
-    @property
-    def recording(self) -> Recording:
-        return self.context.recording
+    ds = _Shared[DeepSpeedAdapter]()
+    job = _Shared["Job"]()
+    settings = _Shared[BambooConfig]()
+    mode = _Shared[RedundancyMode]()
+    layout = _Shared[Layout]()
+    groups = _Shared[RoleGroups]()
+    binding = _Shared[RuntimeBinding]()
+    epoch = _Shared[CurrentEpoch]()
+    progress = _Shared[Progress]()
+    history = _Shared[History]()
+    beats = _Shared[Beats]()
+    recording = _Shared[Recording]()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -15,7 +15,6 @@ from ...comm.transport import Lane, Payload, Transport
 from ...errors import ProtocolError, UnsupportedError
 from ...state import join, split
 from ..stage.tracing import checksum
-from .dataset import Dataset
 
 PARTS = ("inputs", "labels")
 
@@ -259,127 +258,3 @@ class PipelineBatches:
                 message = as_message(batch) if self._source.whole else as_payload(part, batch[PARTS.index(part)])
                 self._transport.send(lane, m, message)
             self._serving[lane] = replace(served, first=max(served.first, len(self._drawn)))
-
-
-class Batches:
-    """The micro-batches of all pipelines that this member has to do with, in the current operation.
-
-    Args:
-        slices: tensor slices, each with a pipeline of its own. With several batches are sent as they are drawn.
-        for_script: see :class:`PipelineBatches`.
-    """
-
-    def __init__(self, slices: int = 1, for_script: ForScript = nullcontext) -> None:
-        self._slices, self._for_script = slices, for_script
-        self._pipelines: dict[int, PipelineBatches] = {}
-        self._shared = self._apart = False
-        self._sources: Callable[[int], Source] = lambda pipeline: Source()
-
-    @property
-    def shared(self) -> bool:
-        """Whether everybody reads batches from the dataset."""
-        return self._shared
-
-    def __getitem__(self, pipeline: int) -> PipelineBatches:
-        batches = self._pipelines.get(pipeline)
-        if batches is None:
-            batches = self._pipelines[pipeline] = PipelineBatches(self._for_script)
-            self._set_source(pipeline)
-        return batches
-
-    @property
-    def apart(self) -> bool:
-        """Whether the ends of a pipeline are in this operation."""
-        return self._apart
-
-    def _set_source(self, pipeline: int) -> None:
-        source = self._sources(pipeline)
-        process = source.process if self._slices == 1 else None
-        source = replace(source, process=process, whole=self._slices > 1)
-        self._pipelines[pipeline].set_source(source, self._apart)
-
-    def use_iterator(self, pipeline: int, source: Source, apart: bool) -> None:
-        """In this operation batches come from the script's iterators, this member's being for ``pipeline``.
-
-        Args:
-            pipeline: whose end this member's script runs as.
-            source: this member's.
-            apart: the ends of a pipeline are.
-        """
-        self._sources = lambda d: source if d == pipeline else Source()
-        self._begin(shared=False, apart=apart)
-        if source.iterator is not None:
-            self[pipeline]  # drawn from in any case, to keep pace with the other sources
-
-    def use_dataset(self, dataset: Dataset, position: int, process: Callable[[Any], Any] | None) -> None:
-        """In this operation everybody reads batches, from number ``position`` of each pipeline on."""
-
-        def read(pipeline: int) -> Iterator[Any]:
-            at = position
-            while True:
-                yield dataset.batch(pipeline // self._slices, at)
-                at += 1
-
-        self._sources = lambda pipeline: Source(read(pipeline), process, shared=True)
-        self._begin(shared=True, apart=False)
-
-    def _begin(self, shared: bool, apart: bool) -> None:
-        self._shared, self._apart = shared, apart
-        for pipeline in self._pipelines:
-            self._set_source(pipeline)
-
-    def skip(self, iterator: Iterator[Any], process: Callable[[Any], Any] | None, count: int) -> None:
-        """Draw what the others drew in an operation that is replayed; ``process`` may draw random numbers, too."""
-        with self._for_script():
-            for _ in range(count):
-                batch = next(iterator)
-                if process is not None and self._slices == 1:
-                    process(batch)
-
-    @property
-    def received(self) -> dict[str, dict[str, int]]:
-        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
-        return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
-
-    def connect(
-        self,
-        transport: Transport,
-        serving: Iterable[tuple[int, Lane, Served]],
-        sources: Iterable[tuple[int, Lane, str]],
-    ) -> None:
-        """Use the lanes of a new epoch, see :meth:`PipelineBatches.connect`.
-
-        Args:
-            transport: the epoch's.
-            serving: pipeline, lane and what is sent, where this member serves others.
-            sources: pipeline, lane and part, where it is served.
-        """
-        outgoing: dict[int, dict[Lane, Served]] = {}
-        incoming: dict[int, dict[str, Lane]] = {}
-        for pipeline, lane, served in serving:
-            outgoing.setdefault(pipeline, {})[lane] = served
-        for pipeline, lane, part in sources:
-            incoming.setdefault(pipeline, {})[part] = lane
-        for pipeline in sorted({*self._pipelines, *outgoing, *incoming}):
-            self[pipeline].connect(transport, outgoing.get(pipeline, {}), incoming.get(pipeline, {}))
-
-    def draw_ahead(self, micro_batches: int, eager: Callable[[int], bool]) -> None:
-        """See :meth:`PipelineBatches.draw_ahead`; ``eager``: of which pipelines."""
-        for pipeline, batches in self._pipelines.items():
-            if eager(pipeline):
-                batches.draw_ahead(micro_batches)
-
-    def complete(self, micro_batches: int) -> None:
-        """See :meth:`PipelineBatches.complete`."""
-        for batches in self._pipelines.values():
-            batches.complete(micro_batches)
-
-    def end(self, micro_batches: int) -> None:
-        """See :meth:`PipelineBatches.end`."""
-        for batches in self._pipelines.values():
-            batches.end(micro_batches)
-
-    def drop(self) -> None:
-        """See :meth:`PipelineBatches.drop`."""
-        for batches in self._pipelines.values():
-            batches.drop()

@@ -6,18 +6,21 @@ import itertools
 import logging
 import struct
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
+from ...comm.transport import Lane
 from ...errors import EpochChanged, UnsupportedError
 from ...observe.event_base import Consumed
 from ...topology import Role, batch_sources, hungry
 from ..context.history import Kind
 from ..context.lanes import BATCH_PARTS, Stream
 from ..context.shared import EngineContext, InContext
-from .batches import PARTS, Batches, Served, Source
+from .batches import PARTS, PipelineBatches, Served, Source
 from .dataset import Dataset
 
 logger = logging.getLogger("bamboo_ds")
@@ -57,12 +60,19 @@ class BatchSupply(InContext):
     Inputs come from the iterator at the first stage and labels from that at the last one, as in DeepSpeed. Every
     operation compares what both give. Once that was the same in all operations of a kind (iterations, evaluations), and
     as long as it is, either iterator serves for both.
+
+    Attributes:
+        shared: in the operation under way everybody reads batches from the dataset.
+        apart: the ends of a pipeline are in it.
     """
 
-    batches: Batches
     dataset: Dataset | None
     dataset_iterator: Any
     needs: Needs
+    shared: bool = field(default=False, init=False)
+    apart: bool = field(default=False, init=False)
+    _pipelines: dict[int, PipelineBatches] = field(default_factory=dict, init=False)
+    _source_of: Callable[[int], Source] = field(default_factory=lambda: lambda _: Source(), init=False)
     _feeding: frozenset[int] = field(default=frozenset(), init=False)
 
     # -- sources ------------------------------------------------------------------------------------------
@@ -70,7 +80,12 @@ class BatchSupply(InContext):
     def use_training(self) -> None:
         """The next operation is an iteration."""
         if self.dataset is not None and self.ds.data_iterator is self.dataset_iterator:
-            self.batches.use_dataset(self.dataset, self.progress.consumed, self.ds.batch_fn)
+            dataset, begin, process = self.dataset, self.progress.consumed, self.ds.batch_fn
+
+            def read(pipeline: int) -> Iterator[Any]:
+                return (dataset.batch(pipeline // self.layout.slices, at) for at in itertools.count(begin))
+
+            self._begin(lambda pipeline: Source(read(pipeline), process, shared=True), shared=True, apart=False)
         else:
             self.use_iterator("train", self.ds.data_iterator)
 
@@ -87,11 +102,32 @@ class BatchSupply(InContext):
             iterator = itertools.repeat(None) if makes else _none(self.epoch.layout.rank(role))
         at = role.stage == 0, role.stage == self.epoch.layout.stages - 1
         own = tuple(part for part, here in zip(PARTS, at, strict=True) if here or not apart)
-        self.batches.use_iterator(role.pipeline, Source(iterator, self.ds.batch_fn, own), apart)
+        source = Source(iterator, self.ds.batch_fn, own)
+        self._begin(lambda pipeline: source if pipeline == role.pipeline else Source(), shared=False, apart=apart)
+        if iterator is not None:
+            self[role.pipeline]  # drawn from in any case, to keep pace with the other sources
+
+    def _begin(self, source_of: Callable[[int], Source], shared: bool, apart: bool) -> None:
+        self._source_of, self.shared, self.apart = source_of, shared, apart
+        for pipeline in self._pipelines:
+            self._set_source(pipeline)
+
+    def _set_source(self, pipeline: int) -> None:
+        source, whole = self._source_of(pipeline), self.layout.slices > 1
+        process = None if whole else source.process  # slices process batches when they load them
+        self._pipelines[pipeline].set_source(replace(source, process=process, whole=whole), self.apart)
+
+    def __getitem__(self, pipeline: int) -> PipelineBatches:
+        """The micro-batches of a pipeline in the operation under way."""
+        if pipeline not in self._pipelines:
+            self._pipelines[pipeline] = PipelineBatches(partial(reading, self.context))
+            self._set_source(pipeline)
+        return self._pipelines[pipeline]
 
     def hungry(self) -> list[int]:
         """Ranks whose iterators the operation under way needs, and that no member runs as; with others that serve."""
-        return [rank for group in hungry(self.epoch.plan, self.batches.apart) for rank in group]
+        lacking = [] if self.shared else hungry(self.epoch.plan, self.apart)
+        return [rank for group in lacking for rank in group]
 
     def note_ends(self, kind: Kind, alike: bool | None) -> None:
         """An operation of ``kind``, which is yet to be added to the history, has compared the ends of pipelines."""
@@ -115,29 +151,41 @@ class BatchSupply(InContext):
         """Draw what the others drew from their iterators in an operation that is replayed."""
         at_end = self.binding.local.role.stage in (0, self.epoch.layout.stages - 1)
         if at_end and iterator is not None and iterator is not self.dataset_iterator:
-            self.batches.skip(iterator, self.ds.batch_fn, count)
+            with reading(self.context):
+                for _ in range(count):
+                    batch = next(iterator)
+                    if self.ds.batch_fn is not None and self.layout.slices == 1:
+                        self.ds.batch_fn(batch)  # it may draw random numbers, too
 
     # -- lanes --------------------------------------------------------------------------------------------
 
     def connect(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
         """Use the lanes of a new epoch, given what each member has received of this operation."""
         member, plan = self.epoch.member, self.epoch.plan
-        serving, sources, feeding = [], [], set()
-        for (stream, role), lane in self.epoch.lanes.streams.items():
+        serving: dict[int, dict[Lane, Served]] = defaultdict(dict)
+        sources: dict[int, dict[str, Lane]] = defaultdict(dict)
+        feeding = set()
+        for stream, role, lane in self.epoch.lanes:
             part = BATCH_PARTS.get(stream)
             if part is None:
                 continue
             if lane.source == member:
                 has = received.get(lane.destination, {}).get(str(role.pipeline), {})
                 apart = lane.destination in batch_sources(plan, role.pipeline)
-                serving.append((role.pipeline, lane, Served(part, has.get(part, 0), apart)))
+                serving[role.pipeline][lane] = Served(part, has.get(part, 0), apart)
                 waits = stream is Stream.INPUTS or plan.lending(role) is not None
                 if part == "inputs" and (waits or not apart):
                     feeding.add(role.pipeline)
             if lane.destination == member:
-                sources.append((role.pipeline, lane, part))
+                sources[role.pipeline][part] = lane
         self._feeding = frozenset(feeding)
-        self.batches.connect(self.epoch.transport, serving, sources)
+        for pipeline in sorted({*self._pipelines, *serving, *sources}):
+            self[pipeline].connect(self.epoch.transport, serving[pipeline], sources[pipeline])
+
+    @property
+    def received(self) -> dict[str, dict[str, int]]:
+        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
+        return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
 
     def draw_ahead(self, micro_batches: int) -> None:
         """Draw now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
@@ -147,24 +195,37 @@ class BatchSupply(InContext):
             ends = [runtimes[role] for stage in (0, stages - 1) if (role := Role(pipeline, stage)) in runtimes]
             # One that was taken over with its reduced gradients does no passes any more.
             passing = [end for end in ends if (end.owned or end.share.helps) and end.results.reduced is None]
-            own = [name in self.batches[pipeline].own for name in PARTS]
+            own = [name in self[pipeline].own for name in PARTS]
             at = [end.at_ends(part, stages) for end in passing for part in end.share.parts]
             draws = any(drawn and here for each in at for drawn, here in zip(own, each, strict=True))
             return pipeline in self._feeding or not draws
 
-        self.batches.draw_ahead(micro_batches, eager)
+        for pipeline, batches in self._pipelines.items():
+            if eager(pipeline):
+                batches.draw_ahead(micro_batches)
+
+    def complete(self, micro_batches: int) -> None:
+        """See :meth:`~.batches.PipelineBatches.complete`."""
+        for batches in self._pipelines.values():
+            batches.complete(micro_batches)
+
+    def drop(self) -> None:
+        """Forget all batches of the operation."""
+        for batches in self._pipelines.values():
+            batches.drop()
 
     def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
-            self.batches.end(micro_batches)
-            for (stream, _), lane in self.epoch.lanes.streams.items() if gradients else ():
+            for batches in self._pipelines.values():
+                batches.end(micro_batches)
+            for stream, _, lane in self.epoch.lanes if gradients else ():
                 if stream is Stream.SHADOW_GRADIENT and lane.destination == self.epoch.member:
                     # Those of the next iteration depend on what this member does in it.
                     self.epoch.transport.take(lane)
         except EpochChanged:
             # The operation has committed; what was left of it in the lanes is gone with their epoch.
-            self.batches.drop()
+            self.drop()
 
     # -- what was consumed --------------------------------------------------------------------------------
 
@@ -180,7 +241,7 @@ class BatchSupply(InContext):
             return
         self.binding.refresh()
         samples = None
-        if self.dataset is not None and self.batches.shared:
+        if self.dataset is not None and self.shared:
             with self.binding.for_script():  # a dataset may tell its length itself
                 ends = progress.consumed - self.ds.micro_batches, progress.consumed
                 samples = self.dataset.samples_before(ends[0]), self.dataset.samples_before(ends[1])

@@ -35,24 +35,28 @@ class Boundaries(InContext):
     def send_activations(self, buffer_id: int) -> None:
         """Send the outputs of a micro-batch to the next part or stage."""
         part = self.binding.current.share.part
-        self._send_on(self._outgoing(+1), buffer_id, self._kept(part.activations, buffer_id))
+        self._send_on(self._lane(forward=True, sends=True), buffer_id, self._kept(part.activations, buffer_id))
 
     def send_grads(self, buffer_id: int) -> None:
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
         payload = self._kept(runtime.share.part.gradients, buffer_id)
-        self._send_on(self._outgoing(-1), buffer_id, payload)
+        self._send_on(self._lane(forward=False, sends=True), buffer_id, payload)
         shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
         if shadow is not None and runtime.share.part.begin == 0 and not self.progress.resumed:
             self._send_on(shadow, buffer_id, payload)
 
     def resend_activation(self, buffer_id: int) -> None:
         """Send outputs again, to the new owner of the next part or stage."""
-        self._send_on(self._outgoing(+1), buffer_id, self.binding.current.share.part.activations[buffer_id])
+        self._send_on(
+            self._lane(forward=True, sends=True), buffer_id, self.binding.current.share.part.activations[buffer_id]
+        )
 
     def resend_grad(self, buffer_id: int) -> None:
         """Send gradients again, to the new owner of the part or stage before."""
-        self._send_on(self._outgoing(-1), buffer_id, self.binding.current.share.part.gradients[buffer_id])
+        self._send_on(
+            self._lane(forward=False, sends=True), buffer_id, self.binding.current.share.part.gradients[buffer_id]
+        )
 
     def recv_activations(self, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""
@@ -80,27 +84,21 @@ class Boundaries(InContext):
 
     def incoming(self, awaits: str) -> Lane | None:
         """The lane that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
-        runtime, forward = self.binding.current, awaits == "activation"
-        if runtime.share.part.begin > 0 if forward else runtime.share.part.end < runtime.blocks:
-            if len(runtime.share.parts) > 1:
-                return None
-            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
-        other = self._computer(runtime.role.stage + (-1 if forward else 1), last=forward)
-        return self.epoch.lanes.between(
-            Stream.ACTIVATION if forward else Stream.GRADIENT, runtime.role, other, self.epoch.member
-        )
+        return self._lane(awaits == "activation", sends=False)
 
-    def _outgoing(self, step: int) -> Lane | None:
-        """The lane to the next part or stage (``step`` 1) or the one before (-1); ``None`` as above."""
-        runtime, forward = self.binding.current, step > 0
-        if runtime.share.part.end < runtime.blocks if forward else runtime.share.part.begin > 0:
+    def _lane(self, forward: bool, sends: bool) -> Lane | None:
+        """The lane of activations (``forward``) or gradients that the current part sends or receives; as above."""
+        runtime, onwards = self.binding.current, forward == sends
+        if runtime.share.part.end < runtime.blocks if onwards else runtime.share.part.begin > 0:
             if len(runtime.share.parts) > 1:
                 return None
             return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
-        target = Role(runtime.role.pipeline, runtime.role.stage + step)
-        other = self._computer(target.stage, last=not forward)
+        beside = Role(runtime.role.pipeline, runtime.role.stage + (1 if onwards else -1))
+        ends = self.epoch.member, self._computer(beside.stage, last=not onwards)
         return self.epoch.lanes.between(
-            Stream.ACTIVATION if forward else Stream.GRADIENT, target, self.epoch.member, other
+            Stream.ACTIVATION if forward else Stream.GRADIENT,
+            beside if sends else runtime.role,
+            *(ends if sends else reversed(ends)),
         )
 
     def _computer(self, stage: int, last: bool) -> str:

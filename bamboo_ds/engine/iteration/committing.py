@@ -31,7 +31,7 @@ class Commits(InContext):
 
     def commit_iteration(self) -> None:
         """Commit the iteration, all of whose gradients are reduced and replicated."""
-        self.supply.batches.complete(self.ds.micro_batches)
+        self.supply.complete(self.ds.micro_batches)
         self.epoch.transport.drain()
         self.progress.entered = True
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
@@ -126,7 +126,7 @@ class Commits(InContext):
     def drawn(self) -> dict[Role, int]:
         """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""
         role, plan = self.binding.local.role, self.epoch.plan
-        found = self.supply.batches[role.pipeline].digest
+        found = self.supply[role.pipeline].digest
         speaks = self.epoch.member in end_sources(plan, plan.world.rank(role))[:1]
         return {role: found} if found is not None and speaks else {}
 

@@ -219,7 +219,7 @@ class ExactChecks(InContext):
         role, micro_batches = replica.role, self.ds.micro_batches
         forwards, backwards = replica.share.part.forwards, replica.share.part.backwards
         for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
-            for m in range(done if (stream, role) in lanes.streams else 0):
+            for m in range(done if lanes.get((stream, role)) else 0):
                 transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
         self.redone += micro_batches - forwards
         self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
@@ -231,9 +231,10 @@ class ExactChecks(InContext):
         """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
         for role in self._skipped:
             for stream in (Stream.ACTIVATION, Stream.GRADIENT):
-                if (stream, role) in lanes.streams:
-                    transport.discard(lanes[stream, role], self.ds.micro_batches)
-            transport.discard(lanes.reports[role], self.progress.sequence)
+                lane = lanes.get((stream, role))
+                if lane is not None:
+                    transport.discard(lane, self.ds.micro_batches)
+            transport.discard(lanes[Stream.REPORT, role], self.progress.sequence)
 
     @contextmanager
     def _in_place_of(self, lanes: RehearsalLanes, transport: Transport) -> Iterator[None]:
@@ -290,10 +291,10 @@ class ExactChecks(InContext):
         self.binding.refresh()
         lanes, transport = self._open()
         self._drop_skipped(lanes, transport)
-        owned = {role: state_of(self.binding.runtimes[role]) for role in lanes.reports if self.epoch.owns(role)}
+        owned = {role: state_of(self.binding.runtimes[role]) for role in lanes.reported if self.epoch.owns(role)}
         for role, state in owned.items():
             self._send(lanes, transport, role, summed(state))
-        for role in lanes.reports:
+        for role in lanes.reported:
             if self.epoch.shadows(role):
                 replica = self.binding.runtimes.get(role)
                 if replica is None:
@@ -356,10 +357,10 @@ class ExactChecks(InContext):
 
     def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
         plain = {name: value.detach() if torch.is_tensor(value) else value for name, value in facts.items()}
-        transport.send(lanes.reports[role], self.progress.sequence, as_message(plain))
+        transport.send(lanes[Stream.REPORT, role], self.progress.sequence, as_message(plain))
 
     def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
-        facts: Facts = from_message(transport.recv(lanes.reports[role], self.progress.sequence))
+        facts: Facts = from_message(transport.recv(lanes[Stream.REPORT, role], self.progress.sequence))
         return facts
 
     def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:

@@ -68,7 +68,7 @@ class Passes(InContext):
         """
         runtime = self.binding.current
         first, last = self._at_ends(runtime)
-        drawn = self.supply.batches[runtime.role.pipeline].batch(buffer_id, first, last)
+        drawn = self.supply[runtime.role.pipeline].batch(buffer_id, first, last)
         batch = self._batch = self.slices.processed(drawn)
         if self.progress.checksums and not self.progress.evaluating:
             runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))

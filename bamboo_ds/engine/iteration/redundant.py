@@ -99,7 +99,7 @@ class RedundantPasses(InContext):
                 continue
             if role.stage > 0 and m not in self._inputs(role):
                 continue
-            batches = self.supply.batches[role.pipeline]
+            batches = self.supply[role.pipeline]
             if role.stage == 0 and not batches.ready(m, "inputs"):
                 continue
             if last and not batches.ready(m, "labels"):

@@ -9,9 +9,10 @@ import torch
 
 from ...state import Tree
 from ...topology import Role
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
-from ..replicas.construction import Construction
+from ..replicas.construction import Construction, Kept
 from ..stage.commit import Measured
 from ..stage.runtime import StageRuntime
 from ..stage.work import Results
@@ -114,7 +115,7 @@ class Replication(InContext):
             verification.tensors if differed and verification.checksum is not None else [],
         )
         payload = as_message(vars(told))
-        for lane in self.epoch.lanes.replicas(runtime.role):
+        for lane in self.epoch.lanes.of(Stream.REPLICA, runtime.role):
             self.epoch.transport.send(lane, self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
@@ -122,7 +123,9 @@ class Replication(InContext):
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None))
         told = StepMessage(**from_message(payload))
-        self.epoch.transport.take(self.epoch.lanes.told[role, self.epoch.member])  # the same
+        same = self.epoch.lanes.to(Stream.TOLD, role, self.epoch.member)
+        assert same is not None
+        self.epoch.transport.take(same)
         construction = self.constructions.get(role)
         if construction is not None:
             construction.incoming = told.reduced, told.layers, told.trained
@@ -139,7 +142,7 @@ class Replication(InContext):
 
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
-        for lane in self.epoch.lanes.replicas(role):
+        for lane in self.epoch.lanes.of(Stream.REPLICA, role):
             self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else as_message(layers))
 
     def receive_layers(self, role: Role) -> Tree | None:
@@ -176,8 +179,26 @@ class Replication(InContext):
         if construction is None:
             self.steps.step_replica(self.binding.runtimes[role])
             return
-        assert self.progress.position is not None
-        construction.keep(self.progress.sequence, self.progress.agreed, self.progress.position)
+        if construction.incoming is None:
+            return  # the snapshot is taken after this iteration, and contains it
+        (reduced, layers, trained), construction.incoming = construction.incoming, None
+        sequence, agreed, before = self.progress.sequence, self.progress.agreed, self.progress.position
+        assert before is not None
+
+        def repeat(runtime: StageRuntime) -> None:
+            if construction.follows:
+                before.restore(runtime)
+            runtime.results = Results(reduced=reduced, layers=layers)
+            if trained:
+                runtime.train_only(trained)
+            committed, self.progress.committed = self.progress.committed, agreed
+            self.steps.repeat(runtime)
+            self.progress.committed = committed
+            runtime.results = Results()
+            if construction.follows:
+                construction.positions[sequence].restore(runtime)
+
+        construction.kept.append(Kept(sequence, repeat))
 
     def exchange_shards(self) -> None:
         """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.
@@ -186,12 +207,12 @@ class Replication(InContext):
         """
         runtimes, transport, sequence = self.binding.runtimes, self.epoch.transport, self.progress.sequence
         self.binding.refresh()
-        lanes = self.epoch.lanes.shards.items()
-        for (role, _), lane in lanes:
+        lanes = [(role, lane) for stream, role, lane in self.epoch.lanes if stream is Stream.SHARD]
+        for role, lane in lanes:
             if lane.source == self.epoch.member:
                 transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard()))
         shards = {role: runtime.optimizer.shard() for role, runtime in runtimes.items() if runtime.owned}
-        for (role, _), lane in lanes:
+        for role, lane in lanes:
             if lane.destination == self.epoch.member:
                 shards[role] = list(transport.recv(lane, sequence))  # type: ignore[arg-type]
         for runtime in runtimes.values():

@@ -24,23 +24,28 @@ import json
 import logging
 import os
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...errors import ProtocolError
+from ...control.registry.records import PeerAddress
+from ...errors import ProtocolError, TransferError
 from ...state.checkpoints import CheckpointError, read_manifest
+from ...state.fetch import fetch
 from ..checkpoints.saving import is_complete
 from ..context.history import History, Kind
 from ..context.records import ScriptPhase
 from ..context.shared import InContext
 from ..recovery.takeover import Takeover
 from ..script.flags import FLAGS, compare_flags
-from .asking import asked
 from .loading import Loader
 
 logger = logging.getLogger("bamboo_ds")
+
+#: Seconds that one member may take to tell what the job has done before another one is asked, in rounds. The one that
+#: is asked first may just have died, while the others wait for this member.
+_ASK_TIMEOUTS_S = (0.5, 3.0, 10.0)
 
 
 @dataclass(eq=False)
@@ -80,7 +85,7 @@ class Replay(InContext):
         self.binding.drop(self.binding.local.role)
         self._ask()
         job = "the job"
-        compare_flags({job: json.loads(asked(self.job, (), FLAGS)), "this member": flags}, job)
+        compare_flags({job: json.loads(self._told(FLAGS)), "this member": flags}, job)
         rank, done = self.job.channel.rank, len(self.history)
         logger.info("joining as rank %d: the job has done %d operations", rank, done)
 
@@ -152,7 +157,7 @@ class Replay(InContext):
 
     def _ask(self) -> int:
         """Learn what the job has done since; returns how many operations."""
-        return self.history.extend(asked(self.job, self.progress.sources, History.key(len(self.history))))
+        return self.history.extend(self._told(History.key(len(self.history)), self.progress.sources))
 
     def _be_admitted(self) -> None:
         """Enter the first epoch whose plan lists this member."""
@@ -213,3 +218,22 @@ class Replay(InContext):
             result = self.loader.load(*self._checkpoint, position)
         self._enter(ScriptPhase.TOGETHER)
         return result
+
+    # -- what members of the job tell ---------------------------------------------------------------------
+
+    def _told(self, key: str, sources: Sequence[PeerAddress] = ()) -> str:
+        """What a member of the job answers to ``key``, one of ``sources``; if there are none, any member.
+
+        Raises:
+            ProtocolError: nobody answers.
+        """
+        failures, channel = [], self.job.channel
+        for timeout_s in _ASK_TIMEOUTS_S:
+            end = time.monotonic() + timeout_s
+            for place in sources or channel.wait_peers(self.settings.recovery.plan_timeout_s):
+                try:
+                    return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
+                except TransferError as error:
+                    failures.append(str(error))
+            time.sleep(max(0.0, end - time.monotonic()))  # those that refuse may be on their way
+        raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")

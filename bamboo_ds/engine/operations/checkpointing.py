@@ -23,9 +23,8 @@ from ..checkpoints.saving import SaveRequest, Saves
 from ..context.operation import Outcome
 from ..context.shared import InContext
 from ..iteration.committing import Commits
-from ..joining.loading import Loader
+from ..joining.loading import Loader, silence_earlier_starts
 from ..joining.replay import Replay
-from ..joining.resuming import silence_earlier_starts
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.answers import ignore

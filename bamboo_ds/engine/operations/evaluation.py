@@ -170,7 +170,7 @@ class Evaluation(InContext):
                 self._losses[runtime.role.pipeline] = reduced
                 if torch.is_tensor(reduced) and reduced.numel() == 1:
                     vector[runtime.role.pipeline] = float(reduced)
-        self.supply.batches.complete(self._micro_batches)
+        self.supply.complete(self._micro_batches)
         self.epoch.transport.drain()
         self.progress.entered = True
         self.iteration.commits.agree(
@@ -187,7 +187,7 @@ class Evaluation(InContext):
         if outcome is Outcome.COMMITTED:
             self.supply.collect_leftovers(self._micro_batches, gradients=False)
         else:
-            self.supply.batches.drop()
+            self.supply.drop()
         for role, layers in self._changed.items():
             self.copies.follow_layers(role, layers)
         self._before.clear()

@@ -20,11 +20,13 @@ from ..replicas.refusals import (
     check_optimizer,
     check_optimizer_hooks,
     check_step,
+    compiled_in,
     hooks_of,
     refuse_compiled,
     refuse_hooks,
     registered,
 )
+from ..script.assigned import described, parts_in
 from ..script.changes import CURE, Adjustable, Weights, check_local
 from ..stage.optimizers import HalfOptimizer, NoOptimizer
 from ..stage.wrappers import is_sharded, stage_optimizer
@@ -86,7 +88,7 @@ class ScriptCalls(InContext):
         self._weights = Weights(local.layers)
         self._trained = local.trains()
         self._hooks = registered()
-        self._compiled = local.layers.compiled()
+        self._compiled = compiled_in(local.module)
 
     def follow(self) -> None:
         """Give to all roles what the script has set since it went on."""
@@ -105,7 +107,7 @@ class ScriptCalls(InContext):
             self.announcements.tell(written, local.trained if frozen else None)
         check_step(local.attributes["basic_optimizer"])
         if self.builder.compiled_with is None:  # else the engine has compiled them for it
-            refuse_compiled(local.layers.compiled() - self._compiled)
+            refuse_compiled(compiled_in(local.module) - self._compiled)
         if registered() != self._hooks:
             refuse_hooks(hooks_of(local.module, self._hooks))
             check_optimizer_hooks(local.attributes["basic_optimizer"])
@@ -117,7 +119,7 @@ class ScriptCalls(InContext):
             UnsupportedError: it is one that copies of the stage could not have.
             FatalLoss: this member computes a stage whose script is lost, and has given none.
         """
-        local, left = self.binding.local, self._left.attributes.values
+        local, left = self.binding.local, self._left.values
         basic, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
         check_optimizer(basic, self.epoch.layout.copies > 1 or self.epoch.job.settings.redundancy.mode.replicas)
         check_optimizer_hooks(basic)
@@ -156,15 +158,15 @@ class ScriptCalls(InContext):
         """Give settings and attributes to all roles; whether attributes that members compare are among them."""
         local = self.binding.local
         changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
-        self._parts = changed.assigned.parts
+        self._parts = parts_in(changed.values)
         if not changed:
             return False
         if self._parts:
             local.layers.look_again()
-        described = changed.assigned.described()
-        self.progress.assigned.update(described)
-        if changed.assigned.replacement is not None:
-            local.pristine = changed.assigned.replacement.pristine
+        told = described(changed.values)
+        self.progress.assigned.update(told)
+        if changed.replacement is not None:
+            local.pristine = changed.replacement.pristine
         joins = self.epoch.channel.joiner and self.progress.behind
         if joins and self.replay.position != self.progress.target:
             return False  # what the others did long ago: copies that this member gets have it
@@ -175,7 +177,7 @@ class ScriptCalls(InContext):
                 changed.give(runtime)
         self.binding.reload()
         self.copies.follow_settings(changed)
-        return bool(described)
+        return bool(told)
 
     def _follow_weights(self) -> bool:
         """Note whether the script has changed its stage, for the holders of the stage's replica.

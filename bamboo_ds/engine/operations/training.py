@@ -13,7 +13,6 @@ import torch
 from ...errors import ConfigError, EpochChanged, ReplicaDiffers
 from ...observe.spans import Kind
 from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
-from ...supported import check_schedule
 from ...topology import Role
 from ..checkpoints.saving import Saves
 from ..context.operation import Outcome
@@ -46,7 +45,7 @@ class Training(InContext):
     _begin: float = field(default=0.0, init=False)
 
     call = "train_batch"
-    watched = takes_steps = goes_on = True
+    draws = watched = takes_steps = goes_on = True
 
     def __post_init__(self) -> None:
         self.tags = JobTags(self.context)
@@ -71,7 +70,6 @@ class Training(InContext):
 
     def run_iteration(self) -> None:
         """What DeepSpeed executes a schedule for."""
-        check_schedule()
         self._begin = time.monotonic()
         self.binding.refresh()
         self.progress.position = SchedulerPosition.of(self.binding.local)
@@ -103,11 +101,6 @@ class Training(InContext):
 
     # -- the operation ------------------------------------------------------------------------------------
 
-    @property
-    def draws(self) -> bool:
-        """Where the batches are those of a dataset, every member can read them."""
-        return not self.supply.batches.shared
-
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         micro_batches = self.ds.micro_batches
         for runtime in self.binding.runtimes.values():
@@ -124,7 +117,7 @@ class Training(InContext):
             self.epoch.member,
             micro_batches,
             progress,
-            self.settings.redundancy.placement.value if self.mode.eager_forward else "none",
+            self.settings.redundancy.placement if self.mode.eager_forward else "none",
         )
         self._execute(program, until_commit=True)
 
@@ -141,7 +134,7 @@ class Training(InContext):
         if committed:
             self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
         else:
-            self.supply.batches.drop()
+            self.supply.drop()
         self.binding.begin_iteration()
         progress.changed.clear()
         for runtime in self.binding.runtimes.values():

@@ -11,7 +11,7 @@ import torch
 
 from ...errors import UnsupportedError
 from ...schedule import RoleProgress
-from ...topology import Layout, Plan, Role
+from ...topology import Role
 from ..checkpoints.saving import Saves
 from ..context.operation import Outcome
 from ..context.shared import InContext
@@ -19,7 +19,7 @@ from ..iteration.committing import Commits
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
-from ..script.changes import unchanged
+from ..script.changes import unchanged, without_process
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import content_checksum
 
@@ -65,9 +65,9 @@ class StageVisits(InContext):
 
     def tell_absent(self) -> None:
         """At the end of the script: warn of stages whose own ranks have no process that computes them."""
-        absent = without_process(self.epoch.plan, self.epoch.layout)
+        absent, rank = without_process(self.epoch.plan), self.epoch.layout.rank
         if absent and self.epoch.leads and not self.made:
-            stages = ", ".join(f"{rank} (stage {role.stage} of pipeline {role.pipeline})" for rank, role in absent)
+            stages = ", ".join(f"{rank(role)} (stage {role.stage} of pipeline {role.pipeline})" for role in absent)
             logger.warning(
                 "the script has ended, and no process computes the stage of its own rank for ranks %s. Files that each "
                 "rank writes of its stage lack these, or have old parameters in them, unless they were written before: "
@@ -110,9 +110,3 @@ def _refuse(ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) 
         f"the function given to bamboo_ds.for_each_stage calls a collective, {operation} over ranks {list(ranks)}. "
         "Members compute different numbers of stages, so call collectives before or after it"
     )
-
-
-def without_process(plan: Plan, layout: Layout) -> list[tuple[int, Role]]:
-    """Ranks that no process runs as which computes the rank's own stage."""
-    homes = dict(zip(plan.members, plan.homes, strict=True))
-    return [(rank, role) for rank, role in enumerate(layout.roles) if homes.get(plan.owner(role)) != rank]

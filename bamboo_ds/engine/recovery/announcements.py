@@ -19,6 +19,7 @@ import torch
 from ...errors import EpochChanged, FatalLoss
 from ...schedule import Decision
 from ...topology import Plan, Role
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..script.assigned import fingerprint
 from ..stage.layers import Changes
@@ -44,8 +45,8 @@ class Announcements(InContext):
         told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         transport = self.epoch.transport
         try:
-            for (role, _), lane in self.epoch.lanes.told.items():
-                if role == self.binding.local.role and lane.source == self.epoch.member:
+            for lane in self.epoch.lanes.of(Stream.TOLD, self.binding.local.role):
+                if lane.source == self.epoch.member:
                     transport.send(lane, self.progress.sequence, told)
             transport.drain()
         except EpochChanged as error:
@@ -63,7 +64,7 @@ class Announcements(InContext):
             return
         self.binding.refresh()
         for replica in self.binding.replicas():
-            lane = self.epoch.lanes.told.get((replica.role, self.epoch.member))
+            lane = self.epoch.lanes.to(Stream.TOLD, replica.role, self.epoch.member)
             for told in self.epoch.transport.take(lane) if lane else ():
                 assert isinstance(told, torch.Tensor)
                 step, changed, sequence, assigned, *trained = told.tolist()

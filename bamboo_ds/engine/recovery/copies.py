@@ -11,15 +11,16 @@ from ...control.registry.records import WorkerState
 from ...errors import TransferError
 from ...state import Tree
 from ...topology import Layout, Plan, Role
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
 from ..replicas.building import StageBuilder
-from ..replicas.construction import Construction, KeptLayers, KeptSettings, Snapshots, begin_fetch, snapshot_key
+from ..replicas.construction import Construction, Kept, Snapshots, begin_fetch, snapshot_key
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
+from ..stage.runtime import StageRuntime
 from ..stage.schedulers import SchedulerPosition
-from ..stage.work import Results
 from .reports import Reports, all_at_boundary
 
 logger = logging.getLogger("bamboo_ds")
@@ -49,14 +50,15 @@ class Copies(InContext):
         self.binding.refresh()
         runtimes, member, transport = self.binding.runtimes, self.epoch.member, self.epoch.transport
         for role in roles:
-            lanes = self.epoch.lanes.states(role)
+            lanes = self.epoch.lanes.of(Stream.STATE, role)
             if lanes and self.epoch.owns(role):
                 message = as_message(capture(runtimes[role]))
                 for lane in lanes:
                     transport.send(lane, self.progress.sequence, message)
         for role in roles:
-            if self.epoch.shadows(role) or role in self.epoch.plan.learned_by(member):
-                state = from_message(transport.recv(self.epoch.lanes.state(role, member), self.progress.sequence))
+            incoming = self.epoch.lanes.to(Stream.STATE, role, member)
+            if incoming is not None:
+                state = from_message(transport.recv(incoming, self.progress.sequence))
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()
@@ -70,16 +72,26 @@ class Copies(InContext):
 
     def follow_layers(self, role: Role, layers: Tree) -> None:
         """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
+
+        def follow(runtime: StageRuntime) -> None:
+            runtime.layers.restore(layers)
+            runtime.layers.tensors.settle()
+
         if role in self.binding.runtimes:
-            self.binding.runtimes[role].layers.restore(layers)
-            self.binding.runtimes[role].layers.tensors.settle()
+            follow(self.binding.runtimes[role])
         elif role in self.constructions:
-            self.constructions[role].kept.append(KeptLayers(self.progress.sequence, layers))
+            self.constructions[role].kept.append(Kept(self.progress.sequence, follow))
 
     def follow_settings(self, changed: Adjusted) -> None:
         """The script has set something: replicas under construction get it when they are that far."""
+
+        def follow(runtime: StageRuntime) -> None:
+            self.binding.refresh()
+            changed.give(runtime)
+            self.binding.reload()
+
         for construction in self.constructions.values():
-            construction.kept.append(KeptSettings(self.progress.sequence, changed))
+            construction.kept.append(Kept(self.progress.sequence, follow, changed.replacement))
 
     def tell(self) -> str:
         """How far the replicas under construction are, for people; callable from any thread."""
@@ -173,35 +185,10 @@ class Copies(InContext):
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
-            self._repeat(construction)
+            construction.kept.popleft().follow(construction.runtime)
             count += 1
         if not construction.kept:
             self._complete(construction)
-
-    def _repeat(self, construction: Construction) -> None:
-        """Perform the optimizer step of an iteration that the others have done already, or follow what came between."""
-        runtime, kept, committed = construction.runtime, construction.kept.popleft(), self.progress.committed
-        assert runtime is not None
-        if isinstance(kept, KeptLayers):
-            runtime.layers.restore(kept.layers)
-            runtime.layers.tensors.settle()
-            return
-        if isinstance(kept, KeptSettings):
-            self.binding.refresh()
-            kept.changed.give(runtime)
-            self.binding.reload()
-            return
-        if construction.follows:
-            kept.before.restore(runtime)
-        runtime.results = Results(reduced=kept.reduced, layers=kept.layers)
-        if kept.trained:
-            runtime.train_only(kept.trained)
-        self.progress.committed = kept.committed
-        self.iteration.steps.repeat(runtime)
-        self.progress.committed = committed
-        runtime.results = Results()
-        if construction.follows:
-            construction.positions[kept.sequence].restore(runtime)
 
     def _complete(self, construction: Construction) -> None:
         """The replica is complete: from now on it is one like any other."""

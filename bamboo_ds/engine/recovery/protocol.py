@@ -22,7 +22,7 @@ from ..script.changes import count_of, unchanged
 from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
-from .reports import MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
+from .reports import JobFacts, MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
 from .roles import RoleTransfer
 
 logger = logging.getLogger("bamboo_ds")
@@ -78,8 +78,8 @@ class RecoveryProtocol(InContext):
             self.roles.follow(plan)
             self.saves.follow(plan)
         with self.recording.span(Kind.AGREE):
-            told = self.epoch.transport.exchange(self.report().to_json())
-            reports = {member: MemberReport.from_json(text) for member, text in told.items()}
+            told = self.epoch.transport.exchange(self.report().model_dump_json())
+            reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
             decision = self._decide(plan, reports)
             logger.info("agreed to %s operation %d", decision.mode, decision.step)
             self._prepare(plan, reports, decision)
@@ -116,11 +116,14 @@ class RecoveryProtocol(InContext):
         progress = self.progress
         progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
         progress.sequence = decision.step
-        progress.steps, progress.consumed, progress.seed = newest.steps, newest.consumed, newest.seed
+        progress.steps, progress.consumed = newest.steps, newest.consumed
         self.epoch.channel.ahead = newest.ahead
-        self.saves.nonce = newest.nonce
-        progress.checksums = newest.checksums
-        self.iteration.checks.begin(newest.exact)
+        self.adopt(newest)
+
+    def adopt(self, facts: JobFacts) -> None:
+        """Go by what the members of the job go by."""
+        self.progress.seed, self.progress.checksums, self.saves.nonce = facts.seed, facts.checksums, facts.nonce
+        self.iteration.checks.begin(facts.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
         """Raise ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
@@ -134,7 +137,7 @@ class RecoveryProtocol(InContext):
         """Bring what this member holds of the interrupted operation to where it goes on."""
         behind = self.epoch.member in decision.behind
         if behind:
-            self.supply.batches.drop()
+            self.supply.drop()
         elif decision.mode == "resume":
             self.roles.drop_reductions(decision.progress)
             self.copies.drop_incoming()
@@ -167,7 +170,7 @@ class RecoveryProtocol(InContext):
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
             spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.share.spent),
             commit=self.progress.vector,
-            received=self.supply.batches.received,
+            received=self.supply.received,
             repeatable=self.operation is None or self.operation.repeatable(),
             stale=any(runtime.stale for runtime in self.binding.runtimes.values()),
             replicas=self.copies.replicas(),

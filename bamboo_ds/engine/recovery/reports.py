@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
-from typing_extensions import Self
 
 from ...control.registry.records import PeerAddress
 from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
@@ -20,35 +18,34 @@ from ..stage.layers import Changes
 class _Report(BaseModel):
     """Reports travel as JSON. One that does not parse is a defect: all members run the same version."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    def to_json(self) -> str:
-        """Every number as it is: a loss may be infinite or none."""
-        return json.dumps(self.model_dump(), separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> Self:
-        """What :meth:`to_json` gave. Raises ``ValidationError`` (a ``ValueError``) if it is something else."""
-        return cls.model_validate(json.loads(text))
+    model_config = ConfigDict(frozen=True, extra="forbid", ser_json_inf_nan="strings")  # a loss may be any number
 
 
-class StartReport(_Report):
-    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+class JobFacts(_Report):
+    """What all members go by.
 
     Attributes:
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
-        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
         checksums: micro-batches get checksums.
-        exact: how many first steps are checked.
-        flags: settings of the process that decide how tensors are computed; all members must have the same.
+        exact: how many first steps are checked; 0: none any more.
     """
 
     seed: int
     nonce: str
-    resumed: tuple[str, str] | None
     checksums: bool
     exact: int
+
+
+class StartReport(JobFacts):
+    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+
+    Attributes:
+        resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
+        flags: settings of the process that decide how tensors are computed; all members must have the same.
+    """
+
+    resumed: tuple[str, str] | None
     flags: dict[str, str]
 
 
@@ -91,7 +88,7 @@ class ScriptReport(_Report):
     newcomers: dict[str, int]
 
 
-class MemberReport(_Report):
+class MemberReport(JobFacts):
     """What one member tells the others at the beginning of an epoch.
 
     Attributes:
@@ -113,11 +110,7 @@ class MemberReport(_Report):
         steps: iterations committed.
         ahead: by how much the script's count of steps is ahead of the job's.
         consumed: micro-batches of each pipeline that committed iterations have used.
-        seed: of the generators of passes and steps.
-        nonce: names this run of the job in the ids of its saves.
-        checksums: micro-batches get checksums.
         script: the script's own collectives.
-        exact: how many first steps are checked; 0: none any more.
     """
 
     step: int
@@ -137,11 +130,7 @@ class MemberReport(_Report):
     steps: int
     ahead: int
     consumed: int
-    seed: int
-    nonce: str
-    checksums: bool
     script: ScriptReport
-    exact: int
 
     def script_facts(self) -> dict[str, Any]:
         """What the script's collectives agree by."""

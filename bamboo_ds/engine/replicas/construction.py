@@ -31,8 +31,7 @@ from ...state import Tree, join, split
 from ...state.fetch import Fetch
 from ...state.server import StateServer
 from ...topology import Role
-from ..script.changes import Adjusted
-from ..stage.commit import Committed
+from ..script.changes import Replacement
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine, SchedulerPosition
 
@@ -43,49 +42,17 @@ FETCH_TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Kept:
-    """What one iteration's optimizer step needs.
+    """What the job has done since the copy was begun, and a snapshot may not contain.
 
     Attributes:
-        sequence: number of the operation.
-        reduced: reduced gradients, in the order of the module's trainable parameters.
-        layers: what the layers kept after the iteration's passes.
-        trained: which parameters are trainable, if that has changed before the iteration.
-        committed: what the commit agreed on.
-        before: position of this member's own scheduler before the step.
+        sequence: number of the operation, or of the one that it came before.
+        follow: does the same to the replica.
+        replacement: another scheduler, if the script has replaced it.
     """
 
     sequence: int
-    reduced: list[torch.Tensor]
-    layers: Tree
-    trained: list[bool]
-    committed: Committed
-    before: SchedulerPosition
-
-
-@dataclass(frozen=True)
-class KeptLayers:
-    """What an evaluation has changed.
-
-    Attributes:
-        sequence: number of the operation.
-        layers: what the layers kept after it.
-    """
-
-    sequence: int
-    layers: Tree
-
-
-@dataclass(frozen=True)
-class KeptSettings:
-    """What the script has set between two operations.
-
-    Attributes:
-        sequence: number of the operation that follows.
-        changed: what it has set.
-    """
-
-    sequence: int
-    changed: Adjusted
+    follow: Callable[[StageRuntime], None]
+    replacement: Replacement | None = None
 
 
 @dataclass
@@ -97,9 +64,9 @@ class Construction:
         source: key of the snapshot and where it is offered.
         fetch: the transfer.
         begun: monotonic seconds.
-        incoming: reduced gradients, what the layers keep, and which parameters are trainable, of the current iteration.
-        kept: iterations since the copy was begun that it does not contain yet, what evaluations have changed, what the
-            script has set.
+        incoming: reduced gradients, what the layers keep, and which parameters are trainable, if that has changed
+            before the current iteration.
+        kept: iterations since the copy was begun, what evaluations have changed, what the script has set.
         runtime: what is built from the snapshot, once that has arrived.
         positions: of this member's own scheduler, after each operation.
         follows: whether the replica's scheduler has the position of this member's own.
@@ -110,7 +77,7 @@ class Construction:
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic, init=False)
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = field(default=None, init=False)
-    kept: deque[Kept | KeptLayers | KeptSettings] = field(default_factory=deque, init=False)
+    kept: deque[Kept] = field(default_factory=deque, init=False)
     runtime: StageRuntime | None = field(default=None, init=False)
     positions: dict[int, SchedulerPosition] = field(default_factory=dict, init=False)
     follows: bool = field(default=False, init=False)
@@ -119,12 +86,6 @@ class Construction:
     def near(self) -> bool:
         """Whether it is complete with the end of the iteration under way, unless its transfer has failed."""
         return (self.runtime is not None or self.fetch.done()) and len(self.kept) <= 1
-
-    def keep(self, sequence: int, committed: Committed, before: SchedulerPosition) -> None:
-        """The iteration has committed. Without gradients the snapshot is taken after it and contains it."""
-        if self.incoming is not None:
-            self.kept.append(Kept(sequence, *self.incoming, committed, before))
-            self.incoming = None
 
     def forget(self, sequence: int) -> None:
         """Drop what is kept and a snapshot of ``sequence`` contains."""
@@ -138,8 +99,7 @@ class Construction:
 
     def scheduled_by(self, now: Pristine | None) -> Pristine | None:
         """What the snapshot's scheduler was made of, where those of later operations are made of ``now``."""
-        settings = (each.changed.assigned.replacement for each in self.kept if isinstance(each, KeptSettings))
-        replaced = next((each for each in settings if each is not None), None)
+        replaced = next((each.replacement for each in self.kept if each.replacement is not None), None)
         return now if replaced is None else replaced.before
 
     def arrived(self) -> tuple[int, Any] | None:
@@ -171,9 +131,7 @@ class Snapshots:
         secret: JobSecret,
     ) -> None:
         token = secrets.token_urlsafe(16)
-        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret)
-        for prefix, answer in answers.items():
-            self._server.answer(prefix, answer)
+        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret, answers=answers)
         self.place = PeerAddress(url=self._server.url, token=token)
         self._wanted: set[Role] = set()
         self._offered: dict[Role, str] = {}

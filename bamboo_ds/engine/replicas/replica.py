@@ -14,16 +14,13 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
 from ...errors import ProtocolError, UnsupportedError
-from ...state import Tree
-from ..stage.rebinding import Rebinding
+from ...state import SCALARS, Tree
+from ..stage.references import Rebinding
 from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import capture_scheduler, restore_scheduler
 from ..stage.tracing import content_checksum
 from ..stage.work import Verification
-
-#: Types of what a script marks parameters with.
-_MARKS = (str, int, float, bool, type(None))
 
 
 def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
@@ -117,7 +114,7 @@ def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
         ) from error
     for original in value.parameters() if isinstance(value, nn.Module) else [value]:
         if id(original) in copies:
-            marks = {name: mark for name, mark in vars(original).items() if isinstance(mark, _MARKS)}
+            marks = {name: mark for name, mark in vars(original).items() if isinstance(mark, SCALARS)}
             vars(copies[id(original)]).update(marks)
     return copied
 

@@ -13,19 +13,18 @@ import inspect
 import types
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
 from ...errors import UnsupportedError
-from ...state import Tree
+from ...state import SCALARS
 from ..stage.clones import kept_by
-from ..stage.rebinding import Rebinding
+from ..stage.references import Rebinding
 from ..stage.runtime import StageRuntime
-from ..stage.schedulers import Pristine, load_scheduler
-from ..stage.tracing import bits, content_checksum
+from ..stage.tracing import content_checksum
 
 
 @dataclass(frozen=True)
@@ -46,10 +45,12 @@ _OPTIMIZER = Treatment(
 )
 _FILES = Treatment("refused", "bamboo_ds decides which files of a checkpoint a member writes")
 
+#: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
+COUNTERS: Final = ("global_steps", "global_samples", "skipped_steps")
 #: Attributes of DeepSpeed's engine that are bound to a role (:data:`..stage.runtime.BOUND_ATTRIBUTES`).
 ENGINE: Final[Mapping[str, Treatment]] = {
     "lr_scheduler": FOLLOWED,
-    **dict.fromkeys(("global_steps", "global_samples", "skipped_steps"), FOLLOWED),
+    **dict.fromkeys(COUNTERS, FOLLOWED),
     "module": Treatment("refused", "change its attributes, or give another model to deepspeed.initialize"),
     **dict.fromkeys(("optimizer", "basic_optimizer"), _OPTIMIZER),
     "param_names": Treatment("refused", "name parameters by the attributes of layers"),
@@ -85,7 +86,6 @@ MODULE: Final[Mapping[str, Treatment]] = {
 #: What every module has for itself.
 _OF_MODULES = frozenset(vars(nn.Module()))
 _OF_PASSES = ("activation_checkpoint_interval", "activation_checkpoint_func", "checkpointable_layers")
-_SCALARS = (bool, int, float, str, types.NoneType)
 #: What DeepSpeed's optimizers keep the loss scale in.
 _SCALERS = ("loss_scaler", "loss_scale_config")
 #: How deep values are looked into where they are described.
@@ -97,85 +97,56 @@ _NAMED = 10
 _ENGINE, _MODULE, _BASIC, _WRAPPER = "engine", "engine.module", "engine.basic_optimizer", "engine.optimizer"
 
 
-@dataclass(frozen=True)
-class Replacement:
-    """Another scheduler.
+#: What a script may assign, of one role: by object, as scripts call it, and name.
+Values = Mapping[str, Mapping[str, Any]]
 
-    Attributes:
-        before: what the one before was made of, if a script has brought it.
-        pristine: what the new one was made of; ``None``: there is none any more.
+
+def values_of(runtime: StageRuntime) -> Values:
+    """Of ``runtime``, whose attributes must be up to date."""
+    own = runtime.attributes
+    basic, wrapper = own.get("basic_optimizer"), own.get("optimizer")
+    names = (name for name, treatment in ENGINE.items() if treatment is not OWN and name not in COUNTERS)
+    values = {_ENGINE: {name: own.get(name) for name in names}}
+    if own.get("module") is not None:
+        values[_MODULE] = _of_module(own["module"])
+    if basic is not None:
+        values[_BASIC] = {**_objects(basic), **copy.deepcopy(kept_by(basic))}
+    if wrapper is not None and wrapper is not basic:
+        values[_WRAPPER] = _scalars(wrapper)
+        for name in _SCALERS:
+            if hasattr(getattr(wrapper, name, None), "__dict__"):
+                values[f"{_WRAPPER}.{name}"] = _scalars(getattr(wrapper, name))
+    return values
+
+
+def without_scheduler_and_module(values: Values, before: Values) -> Values:
+    """``values``, with what the scheduler and the module's attributes were ``before``."""
+    engine = {**values[_ENGINE], "lr_scheduler": before[_ENGINE]["lr_scheduler"]}
+    return {**values, _ENGINE: engine, _MODULE: before[_MODULE]}
+
+
+def newly_assigned(values: Values, before: Values) -> Values:
+    """What of ``values`` has been assigned since they were as ``before``.
+
+    Raises:
+        UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.
     """
+    found: dict[str, dict[str, Any]] = {}
+    for place, mine in values.items():
+        known = before.get(place, {})
+        changed = {name: value for name, value in mine.items() if not _same(value, known.get(name, _MISSING))}
+        if changed:
+            _check(place, changed)
+            found[place] = changed
+    return found
 
-    before: Pristine | None
-    pristine: Pristine | None
 
-
-@dataclass(frozen=True)
-class Attributes:
-    """What a script may assign, of one role.
-
-    Attributes:
-        values: by object, as scripts call it, and name.
-        position: the state of the scheduler, as text and checksums.
-    """
-
-    values: Mapping[str, Mapping[str, Any]]
-    position: Any
-
-    @classmethod
-    def of(cls, runtime: StageRuntime) -> Attributes:
-        """Of ``runtime``, whose attributes must be up to date."""
-        own = runtime.attributes
-        basic, wrapper, scheduler = (own.get(name) for name in ("basic_optimizer", "optimizer", "lr_scheduler"))
-        names = (name for name, treatment in ENGINE.items() if treatment is not OWN and name not in _COUNTERS)
-        values = {_ENGINE: {name: own.get(name) for name in names}}
-        if own.get("module") is not None:
-            values[_MODULE] = _of_module(own["module"])
-        if basic is not None:
-            values[_BASIC] = {**_objects(basic), **copy.deepcopy(kept_by(basic))}
-        if wrapper is not None and wrapper is not basic:
-            values[_WRAPPER] = _scalars(wrapper)
-            for name in _SCALERS:
-                if hasattr(getattr(wrapper, name, None), "__dict__"):
-                    values[f"{_WRAPPER}.{name}"] = _scalars(getattr(wrapper, name))
-        return cls(values, None if scheduler is None else bits(scheduler.state_dict()))
-
-    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Attributes:
-        """The same, with what the scheduler and the module's attributes were in the earlier ``values``."""
-        engine = {**self.values[_ENGINE], "lr_scheduler": values[_ENGINE]["lr_scheduler"]}
-        return replace(self, values={**self.values, _ENGINE: engine, _MODULE: values[_MODULE]})
-
-    def since(self, before: Attributes, runtime: StageRuntime, shared: tuple[Any, ...]) -> Assigned:
-        """What has been assigned since ``before``.
-
-        Args:
-            before: of the same role.
-            runtime: that role's.
-            shared: what copies of a scheduler may refer to, as it does.
-
-        Raises:
-            UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.
-        """
-        found: dict[str, dict[str, Any]] = {}
-        for place, values in self.values.items():
-            known = before.values.get(place, {})
-            changed = {name: value for name, value in values.items() if not _same(value, known.get(name, _MISSING))}
-            if changed:
-                _check(place, changed)
-                found[place] = changed
-        own = runtime.attributes
-        scheduler, module = own.get("lr_scheduler"), own.get("module")
-        if "lr_scheduler" in found.get(_ENGINE, {}):
-            basic, wrapper = own["basic_optimizer"], own.get("optimizer")
-            pristine = None if scheduler is None else Pristine(scheduler, basic, wrapper, shared)
-            return Assigned(found, module, Replacement(runtime.pristine, pristine))
-        if scheduler is None or self.position == before.position:
-            return Assigned(found, module)
-        return Assigned(found, module, state=copy.deepcopy(scheduler.state_dict()))
+def replaces_scheduler(values: Values) -> bool:
+    """Whether another scheduler is among what was assigned."""
+    return "lr_scheduler" in values.get(_ENGINE, {})
 
 
 _MISSING: Final = object()
-_COUNTERS: Final = {"global_steps", "global_samples", "skipped_steps"}
 
 
 def _of_module(module: Any) -> dict[str, Any]:
@@ -199,7 +170,7 @@ def _objects(optimizer: Any) -> dict[str, Any]:
 
 
 def _scalars(holder: Any) -> dict[str, Any]:
-    return {name: value for name, value in vars(holder).items() if type(value) in _SCALARS}
+    return {name: value for name, value in vars(holder).items() if type(value) in SCALARS}
 
 
 def _same(mine: Any, other: Any) -> bool:
@@ -211,13 +182,13 @@ def _same(mine: Any, other: Any) -> bool:
         return len(mine) == len(other) and all(map(_same, mine, other))
     if isinstance(mine, dict):
         return mine.keys() == other.keys() and all(_same(value, other[name]) for name, value in mine.items())
-    return isinstance(mine, (*_SCALARS, types.MethodType)) and bool(mine == other)
+    return isinstance(mine, (*SCALARS, types.MethodType)) and bool(mine == other)
 
 
 def _plain(value: Any) -> bool:
     if isinstance(value, dict):
         return all(map(_plain, (*value, *value.values())))
-    return all(map(_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, _SCALARS)
+    return all(map(_plain, value)) if isinstance(value, (list, tuple)) else isinstance(value, SCALARS)
 
 
 def _check(place: str, changed: Mapping[str, Any]) -> None:
@@ -240,63 +211,30 @@ def _check(place: str, changed: Mapping[str, Any]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Assigned:
-    """What a script has assigned between two calls.
+def parts_in(values: Values) -> set[str]:
+    """Names of modules among what was assigned that the script has given to the ``PipelineModule``."""
+    return {name for name, value in values.get(_MODULE, {}).items() if isinstance(value, nn.Module)}
 
-    Attributes:
-        values: by object and name; the engine's counters are none of them.
-        source: the module that it was assigned to.
-        replacement: another scheduler, if it was replaced.
-        state: of the scheduler, where the script has moved it.
-    """
 
-    values: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    source: Any = None
-    replacement: Replacement | None = None
-    state: Tree | None = None
+def described(values: Values) -> dict[str, str]:
+    """What members compare of what was assigned, by the attributes' names."""
+    return {f"{place}.{name}": describe(value) for place, mine in values.items() for name, value in mine.items()}
 
-    def __bool__(self) -> bool:
-        return bool(self.values) or self.state is not None
 
-    @property
-    def moves_scheduler(self) -> bool:
-        """Whether learning rates of later steps depend on it."""
-        return self.replacement is not None or self.state is not None
-
-    @property
-    def parts(self) -> set[str]:
-        """Names of modules that the script has given to the ``PipelineModule``."""
-        return {name for name, value in self.values.get(_MODULE, {}).items() if isinstance(value, nn.Module)}
-
-    def described(self) -> dict[str, str]:
-        """What members compare, by the attributes' names."""
-        return {
-            f"{place}.{name}": describe(value)
-            for place, values in self.values.items()
-            for name, value in values.items()
-        }
-
-    def give(self, runtime: StageRuntime) -> None:
-        """Assign the same to ``runtime``, another role's."""
-        own = runtime.attributes
-        if self.values.get(_MODULE):
-            give_to_module(self.values[_MODULE], self.source, own["module"])
-        if self.parts:
-            runtime.layers.look_again()
-        wrapper = own.get("optimizer")
-        for place, values in self.values.items():
-            if place == _BASIC:
-                vars(own["basic_optimizer"]).update(copy.deepcopy(dict(values)))
-            elif place.startswith(_WRAPPER):
-                _, _, scaler = place.removeprefix(_WRAPPER).partition(".")
-                vars(getattr(wrapper, scaler) if scaler else wrapper).update(values)
-        if self.replacement is not None:
-            runtime.pristine = self.replacement.pristine
-            basic, made = own["basic_optimizer"], runtime.pristine
-            own["lr_scheduler"] = None if made is None else made.clone(basic, wrapper)
-        elif self.state is not None:
-            load_scheduler(runtime, self.state)
+def give_attributes(values: Values, source: Any, runtime: StageRuntime) -> None:
+    """Assign the same to ``runtime``, another role's, but for the scheduler; ``source``: the script's module."""
+    own = runtime.attributes
+    if values.get(_MODULE):
+        give_to_module(values[_MODULE], source, own["module"])
+    if parts_in(values):
+        runtime.layers.look_again()
+    wrapper = own.get("optimizer")
+    for place, mine in values.items():
+        if place == _BASIC:
+            vars(own["basic_optimizer"]).update(copy.deepcopy(dict(mine)))
+        elif place.startswith(_WRAPPER):
+            _, _, scaler = place.removeprefix(_WRAPPER).partition(".")
+            vars(getattr(wrapper, scaler) if scaler else wrapper).update(mine)
 
 
 def give_to_module(values: Mapping[str, Any], mine: Any, other: Any) -> None:
@@ -327,7 +265,7 @@ NOT_ALIKE: Final = (
 
 
 def fingerprint(assigned: Mapping[str, str]) -> int:
-    """Of what :meth:`Assigned.described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
+    """Of what :func:`described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
     return zlib.crc32(repr(sorted(assigned.items())).encode()) & 0xFFFFF if assigned else 0
 
 
@@ -349,8 +287,8 @@ def differing(told: Mapping[str, Mapping[str, str]]) -> str:
 
 def describe(value: Any, depth: int = _DEPTH) -> str:
     """Equal for values that scripts on two ranks have assigned alike."""
-    if isinstance(value, _SCALARS) or not depth:
-        return repr(value) if isinstance(value, _SCALARS) else type(value).__qualname__
+    if isinstance(value, SCALARS) or not depth:
+        return repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     if torch.is_tensor(value):
         return f"tensor {tuple(value.shape)} {content_checksum(value.detach()):08x}"
     if inspect.isfunction(value):

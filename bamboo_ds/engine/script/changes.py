@@ -8,6 +8,7 @@ through ``.data`` escapes this.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -16,37 +17,55 @@ from typing import Any
 import torch
 
 from ...errors import UnsupportedError
+from ...state import Tree
 from ...topology import Plan, Role
 from ..stage.layers import Changes, Layers, newer
 from ..stage.runtime import StageRuntime
-from ..stage.schedulers import put_settings, settings_of
+from ..stage.schedulers import Pristine, load_scheduler, put_settings, settings_of
 from ..stage.tracing import bits
-from .assigned import Assigned, Attributes
+from .assigned import (
+    COUNTERS,
+    Values,
+    give_attributes,
+    newly_assigned,
+    replaces_scheduler,
+    values_of,
+    without_scheduler_and_module,
+)
 
 #: What to do instead of changing weights between iterations.
 CURE = "do it in the `step` of an optimizer of your own, which all copies of a stage do as well"
-#: What a script may set on the engine; Megatron sets the first one back where a run begins anew from a checkpoint.
-_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
 
 @dataclass(frozen=True)
 class Adjustable:
-    """What a script may set, of one role."""
+    """What a script may set, of one role.
+
+    Attributes:
+        runtime: that role's.
+        counters: of the engine.
+        groups: settings of the optimizer's groups.
+        values: attributes.
+        position: the state of the scheduler, as text and checksums.
+    """
 
     runtime: StageRuntime
     counters: dict[str, int]
     groups: list[dict[str, Any]]
-    attributes: Attributes
+    values: Values
+    position: Any
 
     @classmethod
     def of(cls, runtime: StageRuntime) -> Adjustable:
         """Of ``runtime``, whose attributes must be up to date."""
-        counters = {name: runtime.attributes[name] for name in _COUNTERS}
-        return cls(runtime, counters, settings_of(runtime.attributes["basic_optimizer"]), Attributes.of(runtime))
+        own = runtime.attributes
+        scheduler, groups = own.get("lr_scheduler"), settings_of(own["basic_optimizer"])
+        position = None if scheduler is None else bits(scheduler.state_dict())
+        return cls(runtime, {name: own[name] for name in COUNTERS}, groups, values_of(runtime), position)
 
-    def as_if(self, values: Mapping[str, Mapping[str, Any]]) -> Adjustable:
-        """The same, with the ``values`` that the scheduler and the module's attributes had before, to compare with."""
-        return replace(self, attributes=self.attributes.as_if(values))
+    def as_if(self, before: Values) -> Adjustable:
+        """The same, with the scheduler and the module's attributes that there were ``before``, to compare with."""
+        return replace(self, values=without_scheduler_and_module(self.values, before))
 
     def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
         """What has been set since ``before``.
@@ -63,12 +82,36 @@ class Adjustable:
                 "the script has changed the number of the optimizer's groups, which replicas cannot follow: give all "
                 "groups to deepspeed.initialize"
             )
+        values, own = newly_assigned(self.values, before.values), self.runtime.attributes
+        scheduler, replacement, state = own.get("lr_scheduler"), None, None
+        if replaces_scheduler(values):
+            optimizers = own["basic_optimizer"], own.get("optimizer")
+            pristine = None if scheduler is None else Pristine(scheduler, *optimizers, shared)
+            replacement = Replacement(self.runtime.pristine, pristine)
+        elif scheduler is not None and self.position != before.position:
+            state = copy.deepcopy(scheduler.state_dict())
         return Adjusted(
             _newer(self.counters, before.counters),
             [_newer(mine, old) for mine, old in zip(self.groups, before.groups, strict=True)],
             before.groups,
-            self.attributes.since(before.attributes, self.runtime, shared),
+            values,
+            own.get("module"),
+            replacement,
+            state,
         )
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """Another scheduler.
+
+    Attributes:
+        before: what the one before was made of, if a script has brought it.
+        pristine: what the new one was made of; ``None``: there is none any more.
+    """
+
+    before: Pristine | None
+    pristine: Pristine | None
 
 
 @dataclass(frozen=True)
@@ -79,16 +122,22 @@ class Adjusted:
         counters: of the engine.
         groups: settings of the optimizer's groups.
         before: all settings of the groups before.
-        assigned: attributes.
+        values: attributes; the engine's counters are none of them.
+        source: the module that they were assigned to.
+        replacement: another scheduler, if it was replaced.
+        state: of the scheduler, where the script has moved it.
     """
 
     counters: dict[str, int]
     groups: list[dict[str, Any]]
     before: list[dict[str, Any]]
-    assigned: Assigned
+    values: Values
+    source: Any
+    replacement: Replacement | None
+    state: Tree | None
 
     def __bool__(self) -> bool:
-        return bool(self.counters) or any(self.groups) or bool(self.assigned)
+        return any((self.counters, *self.groups, self.values, self.state is not None))
 
     def give(self, runtime: StageRuntime) -> None:
         """Set the same on ``runtime``.
@@ -96,9 +145,15 @@ class Adjusted:
         Raises:
             UnsupportedError: the groups were set to different values, and ``runtime`` has another number of them.
         """
-        runtime.attributes.update(self.counters)
+        own = runtime.attributes
+        own.update(self.counters)
         self._give_groups(runtime)
-        self.assigned.give(runtime)
+        give_attributes(self.values, self.source, runtime)
+        if self.replacement is not None:
+            made = runtime.pristine = self.replacement.pristine
+            own["lr_scheduler"] = None if made is None else made.clone(own["basic_optimizer"], own.get("optimizer"))
+        elif self.state is not None:
+            load_scheduler(runtime, self.state)
 
     def check(self, runtime: StageRuntime) -> None:
         """A script sets what its own stage's groups need; another stage's groups may have needed something else.
@@ -107,7 +162,7 @@ class Adjusted:
             UnsupportedError: the groups of ``runtime`` had other values before.
         """
         names = {name for group in self.groups for name in group if any(name in old for old in self.before)}
-        if self.assigned.moves_scheduler:
+        if self.replacement is not None or self.state is not None:  # learning rates of later steps depend on them
             names.add("lr")
         theirs = settings_of(runtime.attributes["basic_optimizer"])
         for name in sorted(names):
@@ -249,14 +304,18 @@ def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, 
     Raises:
         UnsupportedError: another member has one now.
     """
-    roles = {plan.world.role(rank) for rank, owner in enumerate(plan.owners) if plan.home(owner) != rank}
     quiet = {role for role, changes in known.items() if before and not changes.count and role != own}
-    away = [str(role) for role in sorted(roles - quiet)]
+    away = [str(role) for role in without_process(plan) if role not in quiet]
     if away:
         raise UnsupportedError(
             f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "
             f"{', '.join(away)}, which another member has taken over: {CURE}"
         )
+
+
+def without_process(plan: Plan) -> list[Role]:
+    """Roles of ranks that no process runs as which computes the rank's own stage."""
+    return [role for role in plan.world.roles if plan.home(plan.owner(role)) != plan.world.rank(role)]
 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

@@ -24,7 +24,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ...config import BLOCK
 from ...errors import UnsupportedError
-from ..stage.group_lists import content_of
+from ..stage.references import content_of
 
 #: What scripts call of the engine, and the engine here does in its own way. They may wrap the bound methods.
 CALLED = ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint")

@@ -10,14 +10,14 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from types import NoneType
 from typing import Any
 
 import numpy
 import torch
+from torch.utils._pytree import tree_flatten, tree_map
 
 from ...comm.wire import DTYPES, as_bytes
-from ...state import ARRAYS, Tree
+from ...state import ARRAYS, SCALARS, Tree
 
 #: Of layers, by the layers' names: attributes that are tensors or arrays, or a tuple, list or dictionary with some.
 Plain = dict[str, dict[str, Any]]
@@ -25,7 +25,6 @@ Plain = dict[str, dict[str, Any]]
 #: Name of each layer, its attributes, and the names of those that it does not share with all layers.
 Attributes = Iterable[tuple[str, dict[str, Any], list[str]]]
 
-_LEAVES = frozenset((bool, int, float, str, NoneType))
 _CONTAINERS = frozenset((tuple, list, dict))
 _SENT = frozenset(DTYPES.values())
 #: How many values an attribute may hold; each is looked at in every iteration.
@@ -46,7 +45,7 @@ def holds_tensors(value: Any) -> bool:
             pending.extend(each.values() if type(each) is dict else each)
         elif _is_tensor(each):
             found = True
-        elif type(each) not in _LEAVES:
+        elif type(each) not in SCALARS:
             return False
     return found
 
@@ -156,30 +155,14 @@ def _writes(leaf: Any) -> int:
 
 def _apart(value: Any) -> tuple[str, list[Any]]:
     """Everything but the tensors as text, and the tensors."""
-    leaves: list[Any] = []
-
-    def text(each: Any) -> str:
-        kind = type(each)
-        if kind is dict:
-            return f"dict({', '.join(f'{key!r}: {text(one)}' for key, one in each.items())})"
-        if kind in _CONTAINERS:
-            return f"{kind.__name__}({', '.join(map(text, each))})"
-        if kind in _LEAVES:
-            return repr(each)
-        leaves.append(each)
-        return "*"
-
-    return text(value), leaves
+    flat, structure = tree_flatten(value)
+    text = f"{structure} {', '.join(repr(each) if type(each) in SCALARS else '*' for each in flat)}"
+    return text, [each for each in flat if type(each) not in SCALARS]
 
 
 def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
     """``value`` with ``change`` of its tensors and arrays in their place."""
-    kind = type(value)
-    if kind is dict:
-        return {key: _mapped(each, change) for key, each in value.items()}
-    if kind in _CONTAINERS:
-        return kind(_mapped(each, change) for each in value)
-    return value if kind in _LEAVES else change(value)
+    return tree_map(lambda each: each if type(each) in SCALARS else change(each), value)
 
 
 def packed(found: Plain) -> Tree:

@@ -27,6 +27,7 @@ from ...errors import UnsupportedError
 from ...topology import Layout
 from ...topology.roles import MOST_BLOCKS
 from .references import DEPTH, reached
+from .rng import default_generators
 from .tracing import tensors_in
 
 
@@ -238,9 +239,9 @@ class CutSearch:
     @contextmanager
     def backward(self, device: torch.device) -> Iterator[None]:
         """The body is the backward pass. One that draws random numbers cannot be divided: they are those of a stage."""
-        before = _states(device)
+        before = [(each, each.get_state()) for each in default_generators(device)]
         yield
-        self._draws |= any(not torch.equal(*both) for both in zip(before, _states(device), strict=True))
+        self._draws |= any(not torch.equal(each.get_state(), state) for each, state in before)
 
     def found(self) -> tuple[int, ...] | None:
         """The blocks before which the stage can be divided; ``None`` if no pass has shown that.
@@ -258,13 +259,6 @@ class CutSearch:
         # Where it goes in, and a gradient comes back.
         fit = {block for block, facts in self._passed.items() if len(facts) > 1 and all(facts)}
         return tuple(sorted(fit - self._stage.joined()))
-
-
-def _states(device: torch.device) -> list[torch.Tensor]:
-    states = [torch.default_generator.get_state()]
-    if device.type == "cuda":
-        states.append(torch.cuda.default_generators[device.index or 0].get_state())
-    return states
 
 
 def cuttable(value: Any) -> bool:

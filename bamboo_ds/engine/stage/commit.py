@@ -103,67 +103,64 @@ def alike(drawn: Sequence[float]) -> bool | None:
 
 
 def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
-    """The float64 vector of ``mine``: losses by pipeline; squares, overflow, mismatches by rank; checksums; passes."""
-    vector = torch.zeros(_length(layout, form), dtype=torch.float64)
+    """The float64 vector of ``mine``."""
+    parts = {name: torch.zeros(shape, dtype=torch.float64) for name, shape in _shapes(layout, form).items()}
     for pipeline, losses in mine.losses.items():
         if len(losses) != form.losses:
             raise ProtocolError(
                 f"pipeline {pipeline} reports {len(losses)} losses, {form.losses} were expected: "
                 "get_additional_losses() must name the same losses on all stages"
             )
-        vector[pipeline * form.losses : (pipeline + 1) * form.losses] = torch.tensor(losses, dtype=torch.float64)
-    base = layout.pipelines * form.losses
-    flags = base + form.norms * layout.size
+        parts["losses"][pipeline] = torch.tensor(losses, dtype=torch.float64)
     for role, measured in mine.measured.items():
         if len(measured.squares) != form.norms:
             raise ProtocolError(
                 f"the optimizer of role {role} computes {len(measured.squares)} norms, that of others {form.norms}: "
                 "all stages must have the same number of parameter groups"
             )
-        for norm, square in enumerate(measured.squares):
-            vector[base + norm * layout.size + layout.rank(role)] = square
-        vector[flags + layout.rank(role)] = measured.overflow
+        parts["squares"][:, layout.rank(role)] = torch.tensor(measured.squares, dtype=torch.float64)
+        parts["overflow"][layout.rank(role)] = measured.overflow
     for role in mine.mismatches:
-        vector[flags + layout.size + layout.rank(role)] = 1
+        parts["mismatches"][layout.rank(role)] = 1
     for role, found in mine.consumed.items():
         if len(found) != form.accounted:
             raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {form.accounted}")
-        at = flags + 2 * layout.size + (2 * role.pipeline + bool(role.stage)) * form.accounted
-        vector[at : at + form.accounted] = torch.tensor(found, dtype=torch.float64)
-    vector[_drawn(layout)] = encode_drawn(layout, mine.drawn)
-    vector[-1] = mine.redundant
-    return vector
+        parts["consumed"][role.pipeline, int(bool(role.stage))] = torch.tensor(found, dtype=torch.float64)
+    parts["drawn"] = encode_drawn(layout, mine.drawn)
+    parts["redundant"][0] = mine.redundant
+    return torch.cat([part.reshape(-1) for part in parts.values()])
 
 
-def _length(layout: Layout, form: Form) -> int:
-    per_pipeline = form.losses + 2 * form.accounted + 2
-    return layout.pipelines * per_pipeline + (form.norms + 2) * layout.size + 1
-
-
-def _drawn(layout: Layout) -> slice:
-    """Where the vector has what :func:`encode_drawn` gives."""
-    return slice(-1 - 2 * layout.pipelines, -1)
+def _shapes(layout: Layout, form: Form) -> dict[str, tuple[int, ...]]:
+    """What the vector of an iteration consists of, in order."""
+    return {
+        "losses": (layout.pipelines, form.losses),
+        "squares": (form.norms, layout.size),
+        "overflow": (layout.size,),
+        "mismatches": (layout.size,),
+        "consumed": (layout.pipelines, 2, form.accounted),  # inputs, labels
+        "drawn": (2 * layout.pipelines,),
+        "redundant": (1,),
+    }
 
 
 def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
     """The inverse of :func:`encode` on the sum."""
-    if len(vector) != _length(layout, form):
-        raise ProtocolError(f"commit vector of {len(vector)} numbers, expected {_length(layout, form)}")
-    values, each = form.losses, 2 * form.accounted
-    base = layout.pipelines * values
-    norms = [vector[base + n * layout.size : base + (n + 1) * layout.size] for n in range(form.norms)]
-    flags = base + form.norms * layout.size
-    overflow, mismatches = vector[flags : flags + layout.size], vector[flags + layout.size : flags + 2 * layout.size]
-    drawn = _drawn(layout)
-    checksums = tuple(map(int, vector[flags + 2 * layout.size : drawn.start]))
+    shapes = _shapes(layout, form)
+    sizes = [math.prod(shape) for shape in shapes.values()]
+    if len(vector) != sum(sizes):
+        raise ProtocolError(f"commit vector of {len(vector)} numbers, expected {sum(sizes)}")
+    flat = torch.tensor(vector, dtype=torch.float64).split(sizes)
+    parts = {name: part.reshape(shape) for part, (name, shape) in zip(flat, shapes.items(), strict=True)}
+    consumed = parts["consumed"].reshape(layout.pipelines, 2 * form.accounted).tolist()
     return Committed(
-        losses=tuple(tuple(vector[d * values : (d + 1) * values]) for d in range(layout.pipelines)),
-        squares=tuple(map(tuple, norms)),
-        redundant=int(vector[-1]),
-        mismatches=tuple(layout.role(rank) for rank, flag in enumerate(mismatches) if flag),
-        consumed=tuple(checksums[d * each : (d + 1) * each] for d in range(layout.pipelines)) if each else (),
-        overflow=any(overflow),
-        alike=alike(vector[drawn]),
+        losses=tuple(map(tuple, parts["losses"].tolist())),
+        squares=tuple(map(tuple, parts["squares"].tolist())),
+        redundant=int(parts["redundant"]),
+        mismatches=tuple(layout.role(rank) for rank, flag in enumerate(parts["mismatches"].tolist()) if flag),
+        consumed=tuple(tuple(map(int, each)) for each in consumed) if form.accounted else (),
+        overflow=bool(parts["overflow"].any()),
+        alike=alike(parts["drawn"].tolist()),
     )
 
 

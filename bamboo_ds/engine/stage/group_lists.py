@@ -15,9 +15,9 @@ from typing import Any
 from torch.optim import lr_scheduler
 
 from ...errors import UnsupportedError
-from ...state import Tree
+from ...state import SCALARS, Tree
+from .references import content_of
 
-_PLAIN = (bool, int, float, str, type(None))
 _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_scheduler=lambda optimizer: ..."
 
 
@@ -107,20 +107,12 @@ def _made_by(function: Any) -> str:
     return f"{function.__qualname__}:{code.co_firstlineno}:{code.co_code.hex()}:{code.co_names}({_values(given)})"
 
 
-def content_of(cell: Any) -> Any:
-    """The value in a cell of a function's closure; ``None`` where the variable has none yet."""
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return None
-
-
 def _values(values: Any) -> str:
     return ", ".join(map(_value, values))
 
 
 def _value(value: Any) -> str:
-    if isinstance(value, _PLAIN):
+    if isinstance(value, SCALARS):
         return repr(value)
     if isinstance(value, Mapping):
         return f"{{{_values(value.items())}}}"

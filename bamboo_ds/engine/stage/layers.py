@@ -120,11 +120,6 @@ class Layers:
         self.began.update({path: each for path, each in self.numbers().items() if path not in self.began})
         self._built.update({n: checksum(buffer) for n, buffer in self.buffers().items() if n not in self._built})
 
-    def compiled(self) -> frozenset[str]:
-        """Names of layers that are compiled where they are (``layer.compile()``)."""
-        found = (path for path, layer in self._modules if layer._compiled_call_impl is not None)
-        return frozenset(path.removesuffix(".") for path in found)
-
     def check(self) -> None:
         """Refuse what layers have made in a pass and other copies of the stage lack until they do that pass.
 

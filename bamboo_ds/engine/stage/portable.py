@@ -10,9 +10,7 @@ from typing import Any
 import numpy
 import torch
 
-from ...state import ARRAYS, Tree
-
-_PLAIN = (bool, int, float, str, type(None))
+from ...state import ARRAYS, SCALARS, Tree
 
 
 def travels(value: Any) -> bool:
@@ -23,7 +21,7 @@ def travels(value: Any) -> bool:
         return all(map(travels, value))
     if isinstance(value, (numpy.ndarray, numpy.generic)):
         return value.dtype.type in ARRAYS
-    return torch.is_tensor(value) or (isinstance(value, _PLAIN) and not isinstance(value, enum.Enum))
+    return torch.is_tensor(value) or (isinstance(value, SCALARS) and not isinstance(value, enum.Enum))
 
 
 def portable(value: Any) -> Tree:

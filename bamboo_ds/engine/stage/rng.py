@@ -65,38 +65,30 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0, others: b
     With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
     compute, and by their ``number`` different ones from the named states; as they do under Megatron.
     """
-    cpu = torch.default_generator
-    before = cpu.get_state()
-    slow = (random.getstate(), numpy.random.get_state()) if others else None
-    cuda = torch.cuda.default_generators[device.index or 0] if device.type == "cuda" else None
-    cuda_before = cuda.get_state() if cuda is not None else None
     tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
-    seed_generators(seed, device, number, others)
-    try:
-        yield
-    finally:
-        cpu.set_state(before)
-        if slow is not None:
-            random.setstate(slow[0])
-            numpy.random.set_state(slow[1])
-        if cuda is not None and cuda_before is not None:
-            cuda.set_state(cuda_before)
-        for tracker, states in tracked:
-            tracker.set_states(states)
+    with restored(default_generators(device, others)):
+        seed_generators(seed, device, number, others)
+        try:
+            yield
+        finally:
+            for tracker, states in tracked:
+                tracker.set_states(states)
 
 
 def seed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> None:
     """Seed the generators that :func:`keyed_generators` names."""
-    torch.default_generator.manual_seed(seed)
-    if others:
-        random.seed(seed)
-        numpy.random.seed(seed & 0xFFFFFFFF)
-    if device.type == "cuda":
-        torch.cuda.default_generators[device.index or 0].manual_seed(seed)
+    for generator in default_generators(device, others):
+        _seed(generator, seed)
     for tracker in _trackers():
         names = list(tracker.get_states())
         if names:
             tracker.set_states({name: _state(seed, f"{name}/{number}" if number else name, device) for name in names})
+
+
+def default_generators(device: torch.device, others: bool = False) -> list[Any]:
+    """torch's default generators of the CPU and of a CUDA ``device``, and with ``others`` Python's and NumPy's."""
+    cuda = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
+    return [torch.default_generator, *cuda, *((random, numpy.random) if others else ())]
 
 
 def _trackers() -> list[Any]:
@@ -113,25 +105,16 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
 @contextmanager
 def left_alone() -> Iterator[None]:
     """Restore the states of the generators of torch, Python and NumPy after the body."""
-    states = random.getstate(), numpy.random.get_state()
-    try:
-        with torch.random.fork_rng(enabled=True):
-            yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
+    with restored((random, numpy.random)), torch.random.fork_rng(enabled=True):
+        yield
 
 
 @contextmanager
 def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
     """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
-    before = [_state_of(generator) for _, generator in generators]
-    seed_attributes(generators, seed)
-    try:
+    with restored([generator for _, generator in generators]):
+        seed_attributes(generators, seed)
         yield
-    finally:
-        for (_, generator), state in zip(generators, before, strict=True):
-            _set_state(generator, state)
 
 
 def seed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> None:
@@ -140,17 +123,28 @@ def seed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> None:
         _seed(generator, _hashed(struct.pack("<q", seed) + name.encode()))
 
 
+@contextmanager
+def restored(generators: Sequence[Any]) -> Iterator[None]:
+    """Restore the states of ``generators`` after the body; modules such as ``random`` may be among them."""
+    states = [_state_of(generator) for generator in generators]
+    try:
+        yield
+    finally:
+        for generator, state in zip(generators, states, strict=True):
+            _set_state(generator, state)
+
+
 def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    return generator.bit_generator.state if isinstance(generator, numpy.random.Generator) else generator.get_state()
+    if isinstance(generator, numpy.random.Generator):
+        return generator.bit_generator.state
+    return generator.getstate() if hasattr(generator, "getstate") else generator.get_state()
 
 
 def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(state)
-    elif isinstance(generator, numpy.random.Generator):
+    if isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = state
+    elif hasattr(generator, "setstate"):
+        generator.setstate(state)
     else:
         generator.set_state(state)
 
@@ -161,7 +155,7 @@ def _seed(generator: Any, seed: int) -> None:
     elif isinstance(generator, numpy.random.Generator):
         generator.bit_generator.state = type(generator.bit_generator)(seed).state
     else:
-        generator.seed(seed if isinstance(generator, random.Random) else seed & 0xFFFFFFFF)
+        generator.seed(seed if hasattr(generator, "getstate") else seed & 0xFFFFFFFF)
 
 
 @contextmanager
@@ -180,9 +174,5 @@ def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
         return
     if before is not None:
         module.micro_offset = before
-    states = random.getstate(), numpy.random.get_state()
-    try:
+    with restored((random, numpy.random)):
         yield
-    finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])

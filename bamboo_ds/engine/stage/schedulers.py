@@ -254,22 +254,13 @@ def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
 def load_scheduler(runtime: Scheduled, state: Any) -> None:
     """Give the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
-    if scheduler is not None:
-        load_state(scheduler, state, runtime.pristine, optimizer, runtime.attributes.get("optimizer"))
-
-
-def load_state(scheduler: Any, state: Any, pristine: Pristine | None, optimizer: Any, wrapper: Any = None) -> None:
-    """Give ``scheduler``, which drives ``optimizer``, the ``state`` of another one.
-
-    Args:
-        pristine: what it was made of, if it is a script's.
-        wrapper: DeepSpeed's optimizer around ``optimizer``.
-    """
-    if pristine is not None:
-        pristine.renew(scheduler, optimizer, wrapper)
+    if scheduler is None:
+        return
+    if runtime.pristine is not None:
+        runtime.pristine.renew(scheduler, optimizer, runtime.attributes.get("optimizer"))
     with _quietly():
         scheduler.load_state_dict(completed(state, scheduler.state_dict()))
-    if pristine is not None:
+    if runtime.pristine is not None:
         # What its loading takes from elsewhere, Megatron's count of tokens from the script's arguments.
         own = vars(scheduler)
         own.update({name: value for name, value in state.items() if name in own and _plain(value)})

@@ -42,6 +42,11 @@ class ShardedOptimizer(StageOptimizer):
             for parts, given in zip(self._partitions, shard, strict=True):
                 parts[part].copy_(given)
 
+    def restore(self, state: Tree) -> None:
+        super().restore(state)
+        self.wrapper._link_all_hp_params()
+        self.wrapper._hp_optimizer_states_linked = False
+
 
 class Bf16Optimizer(ShardedOptimizer):
     """``BF16_Optimizer``: gradients add up in flat buffers; one norm, of all parameters on every pipeline."""
@@ -56,19 +61,21 @@ class Bf16Optimizer(ShardedOptimizer):
     def local(self) -> Tensors:
         return list(self.wrapper.get_grads_for_reduction()[0])
 
-    def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
-        for group, views in zip(self.groups(), self._views(sums), strict=True):
-            for each, view in zip(group, views, strict=True):
+    def _place(self, parameter: torch.nn.Parameter) -> tuple[int, int]:
+        """The number of the parameter's group, and its place there."""
+        for number, group in enumerate(self.groups()):
+            for place, each in enumerate(group):
                 if each is parameter:
-                    return view
+                    return number, place
         raise ProtocolError("the optimizer does not know a parameter of its stage")
 
+    def part(self, sums: Tensors, parameter: torch.nn.Parameter) -> torch.Tensor:
+        number, place = self._place(parameter)
+        return self._views(sums)[number][place]
+
     def used(self, parameter: torch.nn.Parameter) -> bool:
-        for group, flags in zip(self.groups(), self.wrapper.fp32_groups_has_gradients, strict=True):
-            for each, flag in zip(group, flags, strict=True):
-                if each is parameter:
-                    return bool(flag)
-        raise ProtocolError("the optimizer does not know a parameter of its stage")
+        number, place = self._place(parameter)
+        return bool(self.wrapper.fp32_groups_has_gradients[number][place])
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         found = [flat.clone() for flat in sums]
@@ -125,11 +132,6 @@ class Bf16Optimizer(ShardedOptimizer):
 
     def masters(self) -> Tensors:
         return list(self.wrapper.fp32_groups_flat_partition)
-
-    def restore(self, state: Tree) -> None:
-        super().restore(state)
-        self.wrapper._link_all_hp_params()
-        self.wrapper._hp_optimizer_states_linked = False
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -228,11 +230,6 @@ class ZeroOptimizer(ShardedOptimizer):
 
     def masters(self) -> Tensors:
         return list(self.wrapper.single_partition_of_fp32_groups)
-
-    def restore(self, state: Tree) -> None:
-        super().restore(state)
-        self.wrapper._link_all_hp_params()
-        self.wrapper._hp_optimizer_states_linked = False
 
     def _scaler(self) -> dict[str, Any]:
         numbers = vars(self.wrapper.loss_scaler)

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ...comm.transport import Payload
 from ...state import Tree, split
@@ -67,7 +68,7 @@ def _observer(forward: Trace, backward: Trace, output: str, gradient: str) -> An
         backward.setdefault(gradient, []).append(checksum(value))
 
     def note(layer: nn.Module, inputs: Any, result: Any) -> None:
-        tensors = list(tensors_in(result))
+        tensors = tensors_in(result)
         forward.setdefault(output, []).extend(map(checksum, tensors))
         for tensor in tensors:
             if tensor.requires_grad:
@@ -109,15 +110,9 @@ def owner_of(module: Any, parameter: str) -> int:
     return -1
 
 
-def tensors_in(value: Any) -> Iterator[torch.Tensor]:
+def tensors_in(value: Any) -> list[torch.Tensor]:
     """The tensors in lists, tuples and dictionaries."""
-    if torch.is_tensor(value):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from tensors_in(each)
-    elif isinstance(value, dict):
-        yield from tensors_in(list(value.values()))
+    return [each for each in tree_leaves(value) if torch.is_tensor(each)]
 
 
 def checksum(tensor: torch.Tensor, value: int = 0) -> int:
