@@ -6,6 +6,8 @@ import json
 import math
 import os
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,7 +30,7 @@ from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.compare import assert_computed
 from .support.faults import mark
-from .support.jobs import Result, RunningJob, write_config
+from .support.jobs import Result, RunningJob, bamboo_command, write_config
 from .support.records import left, member
 from .support.settings import decided, deciding
 from .support.surviving import Reference, fault
@@ -302,6 +304,44 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     assert (spent.steps, spent.repeated_steps, spent.restarts, spent.losses) == (8, 1, 2, len(lost))
     assert spent.seconds == pytest.approx(sum(spent.categories.values()))
     assert spent.categories[Category.WAITING] > 0 and spent.categories[Category.WASTED] > 0
+
+
+class Unread(RunningJob):
+    """Its output is a pipe that this process has the other end of. Python buffers what it prints, as users' does."""
+
+    def _start(self, command: str, options: list[str], log: str) -> Any:
+        self.reading, writing = os.pipe()
+        env = {name: value for name, value in self.env.items() if name != "PYTHONUNBUFFERED"}
+        try:
+            call = [sys.executable, bamboo_command(), command, *options, *self.command]
+            return subprocess.Popen(call, env=env, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
+        finally:
+            os.close(writing)
+
+    def fill(self) -> None:
+        """Nothing can be written to the pipe any more."""
+        with open(f"/proc/{self.process.pid}/fd/1", "wb", buffering=0) as pipe:  # an open file of this process's own
+            os.set_blocking(pipe.fileno(), False)
+            while pipe.write(b"x" * 4096):
+                pass
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("terminal", ["closed", "full"])
+def test_a_terminal_that_takes_nothing_delays_no_restart(tmp_path: Path, terminal: str) -> None:
+    file = write_config(tmp_path, {}, 4)
+    pace = ["--slow-until", str(tmp_path / "fast"), "--slow-s", "3", "--slow-from", "2"]
+    with Unread(tmp_path, 3, ["--stages", "3", "--steps", "12", *pace], file) as job:
+        job.wait_for("the first step", lambda: bool(job.events("step")))
+        workers = {m["slot"]: m["pid"] for m in job.status()["members"]}
+        os.close(job.reading) if terminal == "closed" else job.fill()
+        for slot in (1, 2):
+            os.kill(workers[slot], signal.SIGKILL)
+        job.wait_for("the restart", lambda: bool(job.events("restart")))
+        (tmp_path / "fast").touch()
+        job.wait_for("its end", lambda: steps_of(Result(tmp_path, 0, ""))[-1] == list(range(1, 13)))
+        # Python makes this code of what it could not print at the launcher's end.
+        assert job.process.wait(60) == {"closed": 120, "full": 0}[terminal]
 
 
 @pytest.mark.integration

@@ -19,6 +19,7 @@ from ..control.registry.mirror import Mirror, read_plan
 from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions, in_slot
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
+from ..observe import logs
 from ..secret import WITHOUT_SECRET
 from ..store.client import Store
 from ..topology.plan import Plan
@@ -175,7 +176,6 @@ def _find_place(arrival: Arrival, options: MemberOptions, wait_s: float) -> Vaca
 
 def become_agent(agent: AgentSettings) -> NoReturn:
     """Become that agent."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    logs.end()
     # The agent must not have threads when it forks its worker; the client of etcd has left some here.
     os.execve(sys.executable, agent.agent_command, agent.environment())

@@ -19,6 +19,7 @@ from ..config import BambooConfig
 from ..control.settings import AgentSettings
 from ..errors import ConfigError
 from ..job_settings import JobSettings
+from ..observe import logs
 from ..processes import process_space, started
 from ..secret import JobSecret, given
 from ..variables import ENV_EVENTS, ENV_LAUNCH, ENV_LOGS, ENV_TEE, checked_steps
@@ -52,8 +53,7 @@ def become_supervisor(me: Launched, block: BambooConfig | None, timeout: timedel
         raise
     etcd = None if decision.etcd is None else decision.etcd.supervisor_pid
     arguments, environment = _supervisor(me, settings, command, shared, secret, etcd)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    logs.end()
     os.execve(sys.executable, arguments, environment)
 
 

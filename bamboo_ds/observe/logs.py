@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import queue
@@ -21,6 +22,8 @@ _LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 _MOST_RECORDS = 10_000
 #: Seconds that the end of a process waits for its file.
 _FLUSH_S = 1.0
+#: Seconds that the end of a process waits for its outlet.
+_SHOW_S = 2.0
 _FORMAT = "%(asctime)s.%(msecs)03d %(levelname).1s bamboo [%(member)s %(role)s e%(epoch)s] %(name)s: %(message)s"
 
 
@@ -128,12 +131,23 @@ def begin_files() -> None:
             handler.begin()
 
 
-def show_by(stream: Outlet | None) -> None:
-    """Have what goes to stderr written by ``stream``, or, with ``None``, to stderr again."""
+def show_by(stream: Outlet) -> None:
+    """Have what goes to stderr written by ``stream``."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:
             if isinstance(handler, logging.StreamHandler) and getattr(handler, "_bamboo", False):
-                handler.setStream(sys.stderr if stream is None else stream)
+                handler.setStream(stream)
+
+
+def end() -> None:
+    """Bring what was logged and printed to its places, if these take it: this process ends, or becomes another."""
+    logging.shutdown()
+    for handler in logging.getLogger(LOGGER).handlers:
+        if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Outlet):
+            handler.stream.wait(_SHOW_S)
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # it was closed, or has no room
+            stream.flush()
 
 
 def level_from_environment() -> int:

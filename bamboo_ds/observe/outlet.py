@@ -102,11 +102,17 @@ class Outlet:
                 del self._waiting[: len(data)]
                 self._missed -= missed
                 self.shown += len(data)
+                self._changed.notify_all()
 
     def _has_line(self) -> bool:
         """Whether nothing is gained by waiting for the end of a line."""
         whole = not self._waiting or len(self._waiting) >= select.PIPE_BUF
         return whole or b"\n" in self._waiting or self._closed
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait until nothing waits; returns whether that took less than ``timeout_s`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: self.empty, timeout_s)
 
     def close(self) -> None:
         """End when nothing waits, and wait for that."""

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ...errors import EXIT_EVICTED, EXIT_LEFT, ConfigError, LaunchError
 from ...observe import logs
+from ...observe.outlet import Outlet, Sink
 from ...processes import adopt_orphans, die_with_parent
 from ...secret import forget
 from ..registry.records import LeftRecord
@@ -29,6 +30,7 @@ def _serve(settings: AgentSettings) -> LeftRecord:
     if settings.waiting:
         from .waiting import WaitingAgent
 
+        logs.show_by(Outlet(Sink(2)))
         agent: Agent | WaitingAgent = WaitingAgent(settings)
     else:
         agent = Agent(settings)
@@ -70,6 +72,6 @@ def main() -> int:
 
 if __name__ == "__main__":
     exit_code = main()
-    logging.shutdown()
+    logs.end()
     # A thread may still be waiting for an etcd that is gone; nothing that it could do matters any more.
     os._exit(exit_code)

@@ -18,7 +18,6 @@ import errno
 import fcntl
 import logging
 import os
-import sys
 import termios
 import threading
 import time
@@ -75,6 +74,8 @@ class WorkerOutput:
         self.path: str | None = None
         self._streams: list[_Descriptor] = []
         self._outlets: list[Outlet] = []
+        #: Shows what this process writes, from the start on until the process ends: it never waits for a terminal.
+        self._log: Outlet | None = None
         self._readers: list[threading.Thread] = []
         self._prefix = f"[{settings.slot}] ".encode() if settings.prefix else None
         self._file: LogFile | None = None
@@ -102,6 +103,8 @@ class WorkerOutput:
     def start(self, member: str, pid: int) -> None:
         """The worker is started."""
         if not self._streams:
+            self._log = Outlet(Sink(2))
+            logs.show_by(self._log)
             return
         self._keep([f"[bamboo] worker of {member}, process {pid}".encode()])
         for stream in self._streams:
@@ -112,13 +115,13 @@ class WorkerOutput:
             )
             self._readers.append(reader)
             reader.start()
-        logs.show_by(self._outlets[-1])
+        self._log = self._outlets[-1]
+        logs.show_by(self._log)
 
     def say(self, text: str) -> None:
         """Show ``text`` of this process on its standard error, in order with what the worker writes."""
-        stream = self._outlets[-1] if self._outlets else sys.stderr
-        stream.write(text)
-        stream.flush()
+        assert self._log is not None, "it is started"
+        self._log.write(text)
 
     def _keep(self, lines: list[bytes]) -> None:
         if self._file is not None:
@@ -156,13 +159,9 @@ class WorkerOutput:
                 before, since = done, now
             # A process elsewhere holds the worker's end, the launcher is stopped, or a terminal is slow.
             stuck = now - (begun if hurried() else since) > _STUCK_S
-        # An outlet that is stuck ends with this process. Until then the log goes there, as it must not wait.
-        through = [outlet for outlet in self._outlets if outlet.empty]
-        if through[-1:] == self._outlets[-1:]:
-            logs.show_by(None)
-            self._outlets.clear()
-        for outlet in through:
-            outlet.close()
+        for outlet in self._outlets:
+            if outlet.empty and outlet is not self._log:  # one that is stuck ends with this process
+                outlet.close()
         if stuck:
             logger.warning("the end of this worker's output is not shown")
         elif self._file is not None and self._streams:

@@ -5,12 +5,12 @@ Whoever watches the process goes on watching it: its id, its parent, its output 
 
 from __future__ import annotations
 
-import logging
 import os
 import signal
 import sys
 from typing import NoReturn
 
+from ...observe import logs
 from ..settings import AgentSettings
 
 #: What an agent handles. Blocked until its handlers are there: an early one would kill it.
@@ -27,9 +27,7 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     Raises:
         OSError: the interpreter cannot be executed. Then nothing has changed but the signals, which are blocked.
     """
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
+    logs.end()
     signal.pthread_sigmask(signal.SIG_BLOCK, HANDLED_SIGNALS)
     for fd in map(int, os.listdir("/proc/self/fd")):
         if fd >= _FIRST_PRIVATE_FD:
