@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack
 from multiprocessing.connection import wait
+from types import FrameType
 from typing import BinaryIO
 
 from ..control.agent.mailbox import Mailbox
@@ -102,6 +103,7 @@ class Slots:
         self._stop_at: float | None = None
         self._etcd_ended = self._hurried = False
         self._own: set[int] = set()  # children besides agents
+        self._child_died = False
 
     @contextlib.contextmanager
     def _prepared(self, spare: Collection[int]) -> Iterator[None]:
@@ -111,9 +113,13 @@ class Slots:
             stack.callback(end_descendants, spare)
             stack.callback(self._mailbox.close)
             stack.callback(self._mailbox.take_signals(self._interrupt))
-            before = signal.signal(signal.SIGCHLD, lambda signum, _: self._mailbox.post(self._reap))
+            before = signal.signal(signal.SIGCHLD, self._note_child)
             stack.callback(signal.signal, signal.SIGCHLD, before)
             yield
+
+    def _note_child(self, signum: int, frame: FrameType | None) -> None:
+        self._child_died = True
+        self._mailbox.post(lambda: None)
 
     def _reap(self) -> None:
         """Collect dead children that nobody waits for, such as the worker of an agent that was killed."""
@@ -227,6 +233,9 @@ class Slots:
             timeout_s = left if timeout_s is None else min(timeout_s, left)
         self._mailbox.handle_next(timeout_s, list(self._watched))
         self._mailbox.handle_all()
+        if self._child_died:
+            self._child_died = False
+            self._reap()
         for pidfd in wait(list(self._watched), 0.0):
             assert isinstance(pidfd, int)
             self._watched.pop(pidfd)()
