@@ -89,12 +89,13 @@ def test_comparison_finds(tmp_path: Path, difference: str) -> None:
 
 
 def test_comparison_of_losses(tmp_path: Path) -> None:
-    for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0000000000000002])):
+    for name, losses in (("a", [2.0, 1.0]), ("b", [2.0, 1.0000000000000002]), ("nan", [2.0, float("nan")])):
         (tmp_path / name).mkdir()
         (tmp_path / name / "losses-0.json").write_text(json.dumps(losses))
     assert compare_losses(tmp_path / "a", tmp_path / "a", steps=2).equal
     assert not compare_losses(tmp_path / "a", tmp_path / "b", steps=2).equal
     assert not compare_losses(tmp_path / "a", tmp_path / "a", steps=3).equal
+    assert not compare_losses(tmp_path / "nan", tmp_path / "nan", steps=2).equal, "no proof of anything"
     (tmp_path / "c").mkdir()
     assert not compare_losses(tmp_path / "a", tmp_path / "c", steps=2).equal
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -105,6 +106,8 @@ def _bits(value: Any) -> object:
     if torch.is_tensor(value):
         data = value.detach().contiguous().reshape(-1).view(torch.uint8)
         return value.dtype, value.shape, data.numpy().tobytes()
+    if isinstance(value, float) and math.isnan(value):
+        return object()
     return type(value), value.hex() if isinstance(value, float) else None, value
 
 
