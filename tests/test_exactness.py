@@ -24,7 +24,7 @@ from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.iteration.exactness import ExactChecks
 from bamboo_ds.engine.iteration.facts import as_text, differences, only_rounded
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
-from bamboo_ds.engine.stage.tracing import Traces, owner_of
+from bamboo_ds.engine.stage.tracing import Traces, owner_of, tensors_in
 from bamboo_ds.errors import ConfigError, Inexact
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
@@ -337,3 +337,14 @@ def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monke
         assert "BAMBOO_CHECK_EXACT" not in environment
         known = JobSettings.model_validate_json(environment["BAMBOO_SETTINGS"])
         assert known.of_script(parse_block({"redundancy": {"check_exact": told}})).redundancy.check_exact == told
+
+
+def test_containers_of_layers_may_be_classes_of_their_own() -> None:
+    class Outputs(tuple[Any, ...]):
+        pass
+
+    class Kept(dict[str, Any]):
+        pass
+
+    one, other = torch.ones(1), torch.ones(2)
+    assert tensors_in([Outputs((one, 3)), Kept(hidden=other)]) == [one, other]

@@ -229,11 +229,13 @@ class Replay(InContext):
         """
         failures, channel = [], self.job.channel
         for timeout_s in _ASK_TIMEOUTS_S:
-            end = time.monotonic() + timeout_s
-            for place in sources or channel.wait_peers(self.settings.recovery.plan_timeout_s):
-                try:
-                    return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
-                except TransferError as error:
-                    failures.append(str(error))
-            time.sleep(max(0.0, end - time.monotonic()))  # those that refuse may be on their way
-        raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(failures)}")
+            end, begun = time.monotonic() + timeout_s, 0.0
+            while time.monotonic() < end:
+                time.sleep(max(0.0, begun + _ASK_TIMEOUTS_S[0] - time.monotonic()))  # who refuses may be on its way
+                begun = time.monotonic()
+                for place in sources or channel.wait_peers(self.settings.recovery.plan_timeout_s):
+                    try:
+                        return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
+                    except TransferError as error:
+                        failures.append(str(error))
+        raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(dict.fromkeys(failures))}")

@@ -148,6 +148,7 @@ class Copies(InContext):
         """Give up all replicas under construction."""
         for construction in self.constructions.values():
             construction.fetch.cancel()
+            construction.kept.clear()  # what is to be done refers to the construction, and to gradients on the device
             runtime = construction.runtime
             if runtime is not None and runtime is not self.binding.local:
                 runtime.optimizer.release()

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from ...comm.transport import Payload
 from ...state import Tree, split
@@ -111,8 +110,11 @@ def owner_of(module: Any, parameter: str) -> int:
 
 
 def tensors_in(value: Any) -> list[torch.Tensor]:
-    """The tensors in lists, tuples and dictionaries."""
-    return [each for each in tree_leaves(value) if torch.is_tensor(each)]
+    """The tensors in lists, tuples and dictionaries, and in subclasses of these, which torch takes for leaves."""
+    if torch.is_tensor(value):
+        return [value]
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, (list, tuple)) else ()
+    return [tensor for each in inner for tensor in tensors_in(each)]
 
 
 def checksum(tensor: torch.Tensor, value: int = 0) -> int:
