@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from ...addresses import split_address
 from ...errors import EXIT_STOPPED, LeaseExpired, StoreError
+from ...observe.view import Overview
 from ...secret import SETTING
 from ...store.client import Lease, Store
 from ..loop import AgentLoop
@@ -110,7 +111,8 @@ class JobPage:
             if now < self._try_at:
                 return self._try_at
             change = self._change if self._settings.bamboo.observe.control else None
-            self._opening = self._loop.run(asyncio.to_thread(_serve, self._settings, change, self._loop))
+            serving = asyncio.to_thread(_serve, self._settings, change, self._loop, overview(mirror))
+            self._opening = self._loop.run(serving)
         if self._server is None:
             return now + _LOOK_S
         seen, again = (id(mirror), mirror.changes), self._shown_at + _OVERVIEW_S
@@ -164,8 +166,10 @@ class JobPage:
             put_once(self._store, Keys.leave(member), record.to_json())
 
 
-def _serve(settings: AgentSettings, change: Callable[[str, str], None] | None, loop: AgentLoop) -> WebServer:
-    """Serve the page, by a thread that may take its time to import what that needs.
+def _serve(
+    settings: AgentSettings, change: Callable[[str, str], None] | None, loop: AgentLoop, known: Overview
+) -> WebServer:
+    """Serve the page, from what is ``known`` on, by a thread that may take its time to import what that needs.
 
     Raises:
         OSError: cannot listen at the address; the message names the setting.
@@ -179,9 +183,10 @@ def _serve(settings: AgentSettings, change: Callable[[str, str], None] | None, l
     if not secret:
         raise OSError(f'"bamboo.observe.http" has no effect: the job has no secret to tell users by; set {SETTING}')
     host, port = split_address(address)
-    place = host or settings.address, port
+    place, feed = (host or settings.address, port), Feed(job, settings.events)
+    feed.know(known)
     try:
-        return WebServer(Feed(job, settings.events), Access(secret, job), job, place, change, loop)
+        return WebServer(feed, Access(secret, job), job, place, change, loop)
     except OSError as error:
         what = f'cannot serve the page of the job at "bamboo.observe.http" = {address!r}, trying on'
         raise OSError(f"{what}: {error}") from error
