@@ -408,6 +408,7 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     else:
         with pytest.raises(error, match=message):
             commits.agree(torch.zeros(3, dtype=torch.float64))
+    assert (progress.vector is None) == (error is not None), "the commit of what was refused is none"
 
 
 def test_a_lost_owner_had_assigned_something_else() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -13,6 +15,7 @@ import pytest
 from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.context.operation import Outcome
 from bamboo_ds.engine.context.records import Progress, Recovery
+from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.recovery.reports import (
     MemberReport,
     PartReport,
@@ -23,6 +26,7 @@ from bamboo_ds.engine.recovery.reports import (
     newest_of,
 )
 from bamboo_ds.engine.recovery.takeover import Takeover
+from bamboo_ds.engine.replicas.construction import Construction, Kept
 from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.schedule import Decision, RoleProgress
@@ -264,3 +268,25 @@ def test_all_are_at_the_boundary(changes: dict[str, Any], expected: bool) -> Non
     assert (
         all_at_boundary({"a": report(at_boundary=True), "b": report(**{"at_boundary": True, **changes})}, 3) is expected
     )
+
+
+def test_a_replica_that_is_given_up_is_free_at_once() -> None:
+    """What is to be done with it refers to it, and gradients on a device must not wait for a collection."""
+    cancelled: list[bool] = []
+    fetch: Any = SimpleNamespace(cancel=lambda: cancelled.append(True))
+    construction = Construction(Role(0, 1), ("key", PeerAddress(url="u", token="t")), fetch)
+    construction.kept.append(Kept(3, lambda runtime, made=construction: None))  # type: ignore[misc]
+    context: Any = SimpleNamespace(
+        epoch=SimpleNamespace(channel=SimpleNamespace(activity=SimpleNamespace(telling={}))),
+        binding=SimpleNamespace(local=None),
+    )
+    iteration: Any = SimpleNamespace(constructions={construction.role: construction})
+    nothing: Any = None
+    gone = weakref.ref(construction)
+    del construction
+    gc.disable()
+    try:
+        Copies(context, iteration, nothing, nothing).cancel()
+        assert cancelled == [True] and gone() is None
+    finally:
+        gc.enable()

@@ -221,7 +221,7 @@ def test_a_screen_that_others_have_made_not_blocking() -> None:
 def test_without_a_file_the_worker_has_what_its_agent_has(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Without a folder, where it cannot be made, and where there is no terminal for the worker."""
+    """Without a folder, where it cannot be made, and where there is no terminal for the worker; prefixes need none."""
 
     def none_left() -> None:
         raise OSError("out of pty devices")
@@ -229,6 +229,9 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
     monkeypatch.setattr(output.os, "openpty", none_left)
     monkeypatch.setattr(output.os, "isatty", lambda fd: fd == 2)
     monkeypatch.setattr(output.os.path, "samestat", lambda a, b: False)
+    # The log of this process stays where it is.
+    monkeypatch.setattr(output.logs, "show_by", lambda outlet: None)
+    monkeypatch.setattr(output, "Outlet", lambda sink: SimpleNamespace(empty=True))
     common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
     (tmp_path / "file").write_text("")
     before = os.listdir("/proc/self/fd")
@@ -241,10 +244,15 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
         found = WorkerOutput(settings)
         found.start("m1-a", 7)
         assert found.stdout is found.stderr is found.path is None
-        found.close(lambda seconds: None)
+        found.close(lambda seconds: None, lambda: False)
     assert os.listdir("/proc/self/fd") == before
+    prefixed = WorkerOutput(AgentSettings(**common, logs=str(tmp_path / "file"), prefix=True))
+    assert prefixed.path is None and prefixed.stdout is not None and prefixed.stderr is not None
+    for stream in prefixed._streams:
+        os.close(stream.reading)
+        os.close(stream.worker)
     told = [record.message.rpartition(": ") for record in caplog.records]
-    assert [each[0].partition(":")[0] for each in told] == 2 * ["the output of this worker is in no file"]
+    assert [each[0].partition(":")[0] for each in told] == 3 * ["the output of this worker is in no file"]
     assert told[1][2] == "out of pty devices"
 
 

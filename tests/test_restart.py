@@ -318,12 +318,15 @@ class Unread(RunningJob):
         finally:
             os.close(writing)
 
-    def fill(self) -> None:
-        """Nothing can be written to the pipe any more."""
+    def fill(self) -> int:
+        """Nothing can be written to the pipe any more; returns the bytes that found room."""
+        found = 0
         with open(f"/proc/{self.process.pid}/fd/1", "wb", buffering=0) as pipe:  # an open file of this process's own
             os.set_blocking(pipe.fileno(), False)
-            while pipe.write(b"x" * 4096):
-                pass
+            for size in (4096, 1):
+                while pipe.write(b"x" * size):
+                    found += size
+        return found
 
 
 @pytest.mark.integration
@@ -334,10 +337,14 @@ def test_a_terminal_that_takes_nothing_delays_no_restart(tmp_path: Path, termina
     with Unread(tmp_path, 3, ["--stages", "3", "--steps", "12", *pace], file) as job:
         job.wait_for("the first step", lambda: bool(job.events("step")))
         workers = {m["slot"]: m["pid"] for m in job.status()["members"]}
-        os.close(job.reading) if terminal == "closed" else job.fill()
+        if terminal == "closed":
+            os.close(job.reading)
+        else:
+            assert job.fill() > 0
         for slot in (1, 2):
             os.kill(workers[slot], signal.SIGKILL)
         job.wait_for("the restart", lambda: bool(job.events("restart")))
+        assert terminal == "closed" or job.fill() == 0, "nobody has read it meanwhile"
         (tmp_path / "fast").touch()
         job.wait_for("its end", lambda: steps_of(Result(tmp_path, 0, ""))[-1] == list(range(1, 13)))
         # Python makes this code of what it could not print at the launcher's end.

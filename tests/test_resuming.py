@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 
 from bamboo_ds.engine.context.history import Done, History
+from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.joining.loading import newest_whole, silence_earlier_starts
+from bamboo_ds.engine.joining.replay import Replay
+from bamboo_ds.errors import ProtocolError, TransferError
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
@@ -183,3 +186,30 @@ def test_a_long_history_is_short_and_holds_no_heartbeat_up(monkeypatch: pytest.M
     monkeypatch.setattr(json, "dumps", lambda value: written.append(value) or dumps(value))
     history.first(1001, SAVED)
     assert written[:-1] == [[at, "save", SAVED.data, None] for at in (1000, 1001)]
+
+
+@pytest.mark.parametrize("refusals", [5, 1000])
+def test_a_joiner_asks_on_where_members_refuse_at_once(monkeypatch: pytest.MonkeyPatch, refusals: int) -> None:
+    """Such as in a short break of the network."""
+    clock, asked = [0.0], [0]
+
+    def fetch(url: str, key: str, **_: Any) -> tuple[str, list[Any]]:
+        asked[0] += 1
+        if asked[0] <= refusals:
+            raise TransferError("refused")
+        return "told", []
+
+    def sleep(seconds: float) -> None:
+        clock[0] += seconds
+
+    monkeypatch.setattr(replay, "fetch", fetch)
+    monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
+    context: Any = SimpleNamespace(job=SimpleNamespace(channel=SimpleNamespace(secret=None)))
+    nothing: Any = None
+    joiner, peer = Replay(context, nothing, nothing, nothing), SimpleNamespace(url="u", token="t")
+    if refusals < 10:
+        assert joiner._told("key", [peer]) == "told" and asked == [6]  # type: ignore[list-item]
+    else:
+        with pytest.raises(ProtocolError, match=r"no worker of the job tells what it has done: refused$"):
+            joiner._told("key", [peer])  # type: ignore[list-item]
+        assert 10.0 <= clock[0] < 15.0 and asked[0] > 20

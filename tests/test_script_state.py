@@ -21,11 +21,12 @@ from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
-from bamboo_ds.engine.script.changes import Weights, check_local
+from bamboo_ds.engine.script.changes import Weights, check_local, count_of, unchanged
 from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer
 from bamboo_ds.engine.stage.layers import Changes, Layers, copied
 from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
 from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
+from bamboo_ds.engine.stage.tracing import content_checksum
 from bamboo_ds.errors import EXIT_FATAL_LOSS, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, RoleProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
@@ -374,3 +375,30 @@ def test_what_a_script_puts_in_the_place_of_something_else_has_changed() -> None
         with pytest.raises(UnsupportedError, match=f"other parameters in the place of 2.{place} since .*copy_"):
             weights.check_parameters()
         setattr(net[2], place, before)
+
+
+def test_what_must_leave_parameters_as_it_finds_them() -> None:
+    """Their bits where there is time for that, as before a stage is written; torch's counts where a loss is handled."""
+    net = nn.Linear(2, 2)
+    layers = Layers(net)
+
+    def merge() -> None:
+        net.weight.data.add_(1)
+
+    def back_and_forth() -> None:
+        with torch.no_grad():
+            before = net.weight.clone()
+            net.weight.add_(1)
+            net.weight.copy_(before)
+
+    for told, change, refused in (
+        (content_checksum, merge, True),
+        (content_checksum, back_and_forth, False),
+        (count_of, back_and_forth, True),
+        (count_of, lambda: setattr(net, "bias", nn.Parameter(net.bias.detach())), True),
+        (count_of, lambda: net(torch.ones(2)), False),
+    ):
+        names = "bias" if told is count_of and change is not back_and_forth else "weight"
+        expected = pytest.raises(UnsupportedError, match=f"^it changes {names}, which") if refused else nullcontext()
+        with expected, unchanged("it", layers, told):
+            change()

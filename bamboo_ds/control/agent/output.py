@@ -78,13 +78,12 @@ class WorkerOutput:
         self._log: Outlet | None = None
         self._readers: list[threading.Thread] = []
         self._prefix = f"[{settings.slot}] ".encode() if settings.prefix else None
-        self._file: LogFile | None = None
-        if not settings.prefix and (settings.logs is None or not settings.tee):
+        self._file = _file_of(settings)
+        if self._file is None and self._prefix is None:
             return
         try:
             with contextlib.ExitStack() as undo:
-                if settings.logs is not None and settings.tee:
-                    self._file = LogFile(worker_log(settings.logs, settings.slot))
+                if self._file is not None:
                     undo.callback(self._file.close)
                 one = os.path.samestat(os.fstat(1), os.fstat(2))
                 for target in (1, 2)[: 1 if one else 2]:
@@ -93,7 +92,7 @@ class WorkerOutput:
                         undo.callback(os.close, end)
                     self._streams.append(_Descriptor(*ends, target))
                 undo.pop_all()
-        except OSError as error:  # of the file; or there are no terminals left, an output is closed
+        except OSError as error:  # there are no terminals left, an output is closed
             logger.warning("the output of this worker is in no file: %s", error)
             self._streams.clear()
             return
@@ -142,7 +141,7 @@ class WorkerOutput:
             self._keep(whole)
         os.close(stream.reading)
 
-    def close(self, attend: Callable[[float], object], hurried: Callable[[], bool] = lambda: False) -> None:
+    def close(self, attend: Callable[[float], object], hurried: Callable[[], bool]) -> None:
         """The worker and all that it has started are gone: bring the rest to its places.
 
         Args:
@@ -170,6 +169,17 @@ class WorkerOutput:
     @property
     def _is_through(self) -> bool:
         return not any(reader.is_alive() for reader in self._readers) and all(each.empty for each in self._outlets)
+
+
+def _file_of(settings: AgentSettings) -> LogFile | None:
+    """Where the worker's output is kept, if it is to be, and can be."""
+    if settings.logs is None or not settings.tee:
+        return None
+    try:
+        return LogFile(worker_log(settings.logs, settings.slot))
+    except OSError as error:
+        logger.warning("the output of this worker is in no file: %s", error)
+        return None
 
 
 def _ends(terminal: int | None) -> tuple[int, int]:

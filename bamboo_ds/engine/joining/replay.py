@@ -46,6 +46,8 @@ logger = logging.getLogger("bamboo_ds")
 #: Seconds that one member may take to tell what the job has done before another one is asked, in rounds. The one that
 #: is asked first may just have died, while the others wait for this member.
 _ASK_TIMEOUTS_S = (0.5, 3.0, 10.0)
+#: Seconds between two questions to all.
+_ASK_AGAIN_S = 0.5
 
 
 @dataclass(eq=False)
@@ -229,13 +231,12 @@ class Replay(InContext):
         """
         failures, channel = [], self.job.channel
         for timeout_s in _ASK_TIMEOUTS_S:
-            end, begun = time.monotonic() + timeout_s, 0.0
+            end = time.monotonic() + timeout_s
             while time.monotonic() < end:
-                time.sleep(max(0.0, begun + _ASK_TIMEOUTS_S[0] - time.monotonic()))  # who refuses may be on its way
-                begun = time.monotonic()
                 for place in sources or channel.wait_peers(self.settings.recovery.plan_timeout_s):
                     try:
                         return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
                     except TransferError as error:
                         failures.append(str(error))
+                time.sleep(_ASK_AGAIN_S)  # those that refuse may be on their way
         raise ProtocolError(f"no worker of the job tells what it has done: {'; '.join(dict.fromkeys(failures))}")
