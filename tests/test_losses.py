@@ -66,6 +66,11 @@ def test_workers_that_hang(tmp_path: Path, reference: Reference) -> None:
     assert [event["reason"] for event in result.events("member_lost")] == ["hang"] * 2
 
 
+def test_losses_in_the_first_iteration(tmp_path: Path, reference: Reference) -> None:
+    """Nothing has been measured yet, and no optimizer has a state."""
+    survive(tmp_path, reference, [fault(1, 0, "ForwardPass", 0), fault(3, 0, "Commit")])
+
+
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}, "recovery": {"max_restarts": 0}}, 4)
     # The owner of stage 1, and its shadow as soon as it takes the stage over.
