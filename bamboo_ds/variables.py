@@ -26,6 +26,8 @@ ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 ENV_MEMBER = "BAMBOO_MEMBER"
 #: The worker's end of the channel.
 ENV_FD = "BAMBOO_CHANNEL_FD"
+#: The worker's listening socket and its token, see :class:`~bamboo_ds.comm.places.Listener`.
+ENV_LISTENER = "BAMBOO_LISTENER"
 ENV_JOINER = "BAMBOO_JOINER"
 #: Number of the job's restart that the worker belongs to; not set before the first one.
 ENV_RESTARTS = "BAMBOO_RESTART_COUNT"

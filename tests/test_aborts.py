@@ -24,7 +24,7 @@ pytestmark = pytest.mark.claim("reference/limits.md")
 
 
 def plan(epoch: int, *others: str) -> Plan:
-    return Plan(epoch=epoch, owners=("a", *others), members=("a", *others), store_host="a")
+    return Plan(epoch=epoch, owners=("a", *others), members=("a", *others))
 
 
 class Communicator:
@@ -129,13 +129,13 @@ def test_those_that_end_are_waited_for(worker: Worker) -> None:
 def test_a_plan_that_cannot_be_followed_ends_no_heartbeat(
     worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def refuse(plan: Plan) -> int:
+    def refuse(reason: str, epoch: int) -> None:
         raise OSError(24, "Too many open files")
 
-    monkeypatch.setattr(worker.job.session, "host_store", refuse)
+    monkeypatch.setattr(worker.job.session, "abort", refuse)
     caplog.set_level(logging.ERROR)
     worker.push(plan(2))
     with pytest.raises(Isolated, match=r"cannot follow a new plan: .*Too many open files"):
-        worker.job.channel.wait_store(2, 20)
+        worker.job.channel.wait_plan(2, 20)
     worker.heartbeats(3)
     assert "the plan of epoch 2 cannot be followed" in caplog.text

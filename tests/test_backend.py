@@ -452,7 +452,7 @@ def test_adopting_a_role_of_a_group_made_by_torch(backend: str | None) -> None:
     with cluster(3) as made:
         made.everybody("call", lambda _: (make_group, backend))
         made[2].kill()
-        made.attach(members=("m0", "m1"), owners=("m0", "m1", "m1"), store_host="m1")
+        made.attach(members=("m0", "m1"), owners=("m0", "m1", "m1"))
         assert made.everybody("call", lambda _: (adopted_group,)) == [[21.0], [21.0]]
         del made.members["m2"]
 

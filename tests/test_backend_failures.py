@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -44,20 +45,19 @@ def trio(fork_server: None) -> Iterator[Cluster]:
 
 def test_who_does_not_come_is_named_and_not_accused(trio: Cluster) -> None:
     """Its main thread is somewhere in its script; the others say more and more rarely that they wait for it."""
-    plan, before = trio.next_plan(), trio[1].control("failures")
-    port = trio[0].run("host", plan)
+    plan, before = trio.next_plan(), trio[0].control("failures")
     for index in (0, 1):
-        trio[index].start("attach", plan, (trio.address, port))
+        trio[index].start("attach", plan)
     told: list[tuple[list[str], float]] = []
     deadline = time.monotonic() + DEADLINE
     while len(told) < 2 and time.monotonic() < deadline:
-        told = [(members, s) for members, s in trio[1].control("awaited") if members == [trio[2].name]]
-    trio[2].start("attach", plan, (trio.address, port))
+        told = [(members, s) for members, s in trio[0].control("awaited") if members == [trio[2].name]]
+    trio[2].start("attach", plan)
     for index in range(3):
         trio[index].finish()
     (_, first), (_, second), *_ = told
     assert first >= TELL_AFTER_S and second - first >= 2 * TELL_AFTER_S
-    assert trio[1].control("failures") == before
+    assert trio[0].control("failures") == before
 
 
 def recv_from_victim(member: Member) -> None:
@@ -246,10 +246,9 @@ def test_wait_for_a_peer_that_never_comes(trio: Cluster) -> None:
     trio[VICTIM].stop()
     try:
         plan = trio.next_plan()
-        port = trio[0].run("host", plan)
         survivors = [trio[0], trio[2]]
         for survivor in survivors:
-            survivor.start("attach", plan, (trio.address, port))
+            survivor.start("attach", plan)
         for survivor in survivors:
             survivor.wait_blocked()
         for survivor in survivors:
@@ -358,14 +357,13 @@ def test_peer_stopped_in_the_middle_of_connecting(trio: Cluster) -> None:
     check_alive(trio)
 
 
-def test_store_host_stopped(trio: Cluster) -> None:
-    """Attaching to a store whose host answers no more is abortable; another host serves the next epoch."""
-    plan = trio.next_plan(store_host="m1")
-    port = trio[VICTIM].run("host", plan)
+def test_a_member_that_does_not_come_is_stopped(trio: Cluster) -> None:
+    """Waiting for it is abortable; it takes part in the next epoch."""
+    plan = trio.next_plan()
     trio[VICTIM].stop()
     try:
         for index in (0, 2):
-            trio[index].start("attach", plan, (trio.address, port))
+            trio[index].start("attach", plan)
         for index in (0, 2):
             trio[index].wait_blocked()
             trio[index].control("abort", "m1 is stopped")
@@ -373,29 +371,26 @@ def test_store_host_stopped(trio: Cluster) -> None:
             assert outcome is not None and outcome.kind == "EpochChanged", outcome
     finally:
         trio[VICTIM].resume()
-    trio.plan = trio.next_plan(store_host="m0")
     check_alive(trio)
 
 
-def test_store_host_gone(trio: Cluster) -> None:
-    """Nobody listens at the store's address: its host is accused at once."""
-    before = len(trio[0].control("failures"))
-    plan = trio.next_plan(store_host="m2")
-    trio[0].start("attach", plan, (trio.address, free_port()))
-    outcome = trio[0].outcome()
-    assert outcome is not None and outcome.kind == "PeerLost", outcome
-    assert [member for member, _ in trio[0].control("failures")[before:]] == ["m2"]
-    trio.plan = trio.next_plan(store_host="m0")
-    check_alive(trio)
+def test_nobody_listens_where_a_member_should_be() -> None:
+    """Who has something to say to it accuses it at once."""
+    with cluster(3, world=False, attached=False) as made:
+        plan = made.next_plan()
+        made[2].start("attach", replace(plan, places=(f"{made.address} {free_port()} token", *plan.places[1:])))
+        outcome = made[2].outcome()
+        assert outcome is not None and outcome.kind == "PeerLost", outcome
+        assert [member for member, _ in made[2].control("failures")] == ["m0"]
+        made.attach()
 
 
 def test_abort_that_comes_before_its_epoch_or_after(trio: Cluster) -> None:
     plan = trio.next_plan()
-    port = trio[0].run("host", plan)
     for index in range(3):
         trio[index].control("abort", "a newer plan is known", plan.epoch)
     for index in range(3):
-        trio[index].start("attach", plan, (trio.address, port))
+        trio[index].start("attach", plan)
         outcome = trio[index].outcome()
         assert outcome is not None and outcome.kind == "EpochChanged", outcome
     trio.attach()

@@ -31,7 +31,7 @@ from bamboo_ds.worker.channel import WorkerChannel
 
 from .support.settings import unchecked
 
-PLAN = Plan(epoch=1, owners=("a", "b"), members=("a", "b"), store_host="a")
+PLAN = Plan(epoch=1, owners=("a", "b"), members=("a", "b"))
 
 
 class Agent:

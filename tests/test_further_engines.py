@@ -62,9 +62,7 @@ def test_no_number_is_made_up_for_a_reference_model_and_the_job_goes_on(tmp_path
 
 def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
     """Whoever owns the stages now, and whoever else runs as one of the ranks."""
-    plan = Plan(
-        epoch=5, owners=("b", "x"), members=("a", "b", "x"), store_host="a", layout=Layout(1, 2), homes=(0, 1, 1)
-    )
+    plan = Plan(epoch=5, owners=("b", "x"), members=("a", "b", "x"), layout=Layout(1, 2), homes=(0, 1, 1))
     group = founding(plan, (0, 1), {0: "a", 1: "b"})
     assert group.complete and group.members == ("a", "b")
     with pytest.raises(PeerLost, match=r"the processes of ranks \[1\] are gone"):

@@ -18,18 +18,18 @@ import torch
 from bamboo_ds.comm import groups as groups_module
 from bamboo_ds.comm.epoch import Epoch
 from bamboo_ds.comm.groups import Groups
+from bamboo_ds.comm.hub import Signal
 from bamboo_ds.comm.inner import NCCL
-from bamboo_ds.comm.keyvalue import Server
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.work import BambooWork, CompletedWork, Several, future_of
 from bamboo_ds.engine.iteration import slices as slices_module
 from bamboo_ds.engine.iteration.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost
-from bamboo_ds.secret import NONE
 from bamboo_ds.topology import Plan
 
 from .support.compare import assert_equal
+from .support.hubs import Hubs
 from .support.jobs import SUPPORT, run_bamboo, write_config
 from .support.late_groups import LateWork
 from .support.sliced_jobs import SLICES
@@ -48,8 +48,9 @@ class Alone:
 
     def __init__(self) -> None:
         self.life = Lifetime(3, lambda member, reason: None)
-        links = Links(self.life, ("a", "b"), "a")
-        self.groups = Groups(links, lambda prefix: pytest.fail("no store"), "a", "127.0.0.1", LONG)
+        nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
+        links = Links(self.life, nobody, ("a", "b"), "a", ("", ""))
+        self.groups = Groups(links, lambda *asked: pytest.fail("no store"), "a", "127.0.0.1", LONG)
 
     def begin(self, inner: Any = None, limit: timedelta = LONG) -> tuple[BambooWork, torch.Tensor, Any]:
         tensor = torch.zeros(3)
@@ -219,12 +220,13 @@ class Members:
 
     names = ("a", "b", "c")
 
-    def __init__(self, pool: ThreadPoolExecutor) -> None:
-        plan = Plan(epoch=1, owners=self.names, members=self.names, store_host="a")
-        self._server = Server("127.0.0.1", 1, NONE, "a", self.names)
-        usual = LONG, lambda member, reason: None, 10.0, lambda members, seconds: None, 60.0, NONE, lambda: None
-        self.epochs = {name: Epoch(plan, name, "127.0.0.1", *usual) for name in self.names}
-        list(pool.map(lambda epoch: epoch.open(("127.0.0.1", self._server.port)), self.epochs.values()))
+    def __init__(self) -> None:
+        self._hubs = Hubs(self.names)
+        plan = Plan(epoch=1, owners=self.names, members=self.names, places=self._hubs.places)
+        usual = LONG, lambda member, reason: None, lambda members, seconds: None, 60.0, lambda: None
+        self.epochs = {name: Epoch(plan, hub, name, "127.0.0.1", *usual) for name, hub in self._hubs.items()}
+        for epoch in self.epochs.values():
+            epoch.enter()
 
     def get(self, name: str) -> Any:
         return self.epochs[name].groups.get("g", self.names, NCCL, LONG, CPU)
@@ -232,7 +234,7 @@ class Members:
     def close(self) -> None:
         for epoch in self.epochs.values():
             epoch.destroy()
-        self._server.close()
+        self._hubs.close()
 
 
 @pytest.fixture
@@ -240,7 +242,7 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Members, ThreadPo
     release, Creating.made = threading.Event(), []
     monkeypatch.setattr(groups_module, "create_inner", lambda *arguments: Creating(release))
     with ThreadPoolExecutor(3) as pool:
-        made = Members(pool)
+        made = Members()
         yield made, pool, release
         release.set()
         made.close()
@@ -248,7 +250,15 @@ def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Members, ThreadPo
 
 def lost(members: Members, pool: ThreadPoolExecutor, awaited: Callable[[], bool]) -> float:
     """Lose ``c`` once ``awaited``; seconds until the others are out of the group that they make."""
-    inside = [pool.submit(members.get, name) for name in ("a", "b")]
+
+    def get(name: str) -> None:
+        try:
+            members.get(name)
+        except EpochChanged:
+            members.epochs[name].abort("a member is gone")  # as an engine does
+            raise
+
+    inside = [pool.submit(get, name) for name in ("a", "b")]
     while not awaited():
         time.sleep(0.001)
     begin = time.monotonic()

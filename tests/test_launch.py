@@ -27,7 +27,7 @@ pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 #: Several test suites may share two cores.
 DEADLINE_S = 60.0
 #: Member ``a`` is the worker, alone at first.
-ALONE = Plan(epoch=1, owners=("a",), members=("a",), store_host="a", homes=(0,))
+ALONE = Plan(epoch=1, owners=("a",), members=("a",), homes=(0,))
 BEGIN = """
 import sys
 from datetime import timedelta
@@ -214,7 +214,7 @@ def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
         joiner=True,
     )
     with socket.create_server(("127.0.0.1", 0)) as store:
-        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), store_host="b", homes=(0, 0)))
+        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), homes=(0, 0)))
         worker.push_store(1, *store.getsockname())
         worker.wait_started()
         assert worker.line() == "at the door\n"

@@ -138,7 +138,6 @@ def check_rules(previous: Plan, new: Plan, members: Sequence[Candidate], costs: 
     assert (new.learners, new.lost, new.immediate) == ((), (), False)
     assert new.members == tuple(m.id for m in usable)
     assert new.homes == tuple(m.home for m in usable)
-    assert new.store_host in new.members
     hosts = {m.host for m in usable}
     for rank, owner in enumerate(new.owners):
         shadow = new.shadows[rank]

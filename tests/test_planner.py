@@ -22,7 +22,7 @@ def names(layout: Layout) -> list[str]:
 
 def test_initial_plan() -> None:
     plan = initial_plan(["c", "a", "b"])
-    assert plan == Plan(epoch=1, owners=("c", "a", "b"), members=("c", "a", "b"), store_host="c", homes=(0, 1, 2))
+    assert plan == Plan(epoch=1, owners=("c", "a", "b"), members=("c", "a", "b"), homes=(0, 1, 2))
     assert [plan.home(member) for member in "cab"] == [0, 1, 2]
     assert plan.layout is None and plan.shadows == () and plan.unheld == ()
 
@@ -103,10 +103,6 @@ def test_takeover_invariants(layout: Layout, redundant: bool, data: st.DataObjec
                 assert any(plan.owners[twin] == new[0] for twin in stage if twin != rank)
             else:
                 assert new == (before.owners[rank], None)
-        if before.store_host in alive:
-            assert plan.store_host == before.store_host
-        elif any(owner in alive for owner in plan.owners):
-            assert plan.store_host == next(owner for owner in plan.owners if owner in alive)
         assert Plan.from_json(plan.to_json()) == plan
 
 
@@ -139,4 +135,4 @@ def test_the_least_loaded_pipeline_clones() -> None:
 
 def test_loss_before_the_layout_is_known() -> None:
     plan = takeover(initial_plan("abc"), ["a", "c"])
-    assert (plan.unheld, plan.shadows, plan.store_host) == ((0, 2), (), "b")
+    assert (plan.unheld, plan.shadows) == ((0, 2), ())

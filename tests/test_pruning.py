@@ -45,7 +45,6 @@ def plan(**changes: object) -> Plan:
         "epoch": EPOCH,
         "owners": LIVING,
         "members": LIVING,
-        "store_host": "a",
         "layout": Layout(1, 2),
         "shadows": ("b", "a"),
         "homes": (0, 1),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -15,9 +14,10 @@ import pytest
 from bamboo_ds.comm import links as module
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
-from bamboo_ds.comm.standing import END, Stand, differ
+from bamboo_ds.comm.standing import END, Stand, Standings, differ
 from bamboo_ds.errors import CallsDiffer
 
+from .support.hubs import Hubs
 from .support.jobs import run_text
 
 pytestmark = pytest.mark.claim("guides/scripts.md")
@@ -53,13 +53,13 @@ class Pair:
 
     def __init__(self) -> None:
         self.stands: dict[str, Stand | None] = {"a": None, "b": None}
-        ends = socket.socketpair()
-        lives = [Lifetime(1, lambda member, reason: None, lambda host, port: None) for _ in ends]
+        self.hubs = Hubs("ab")
         self.links: dict[str, Links] = {}
-        for name, life in zip("ab", lives, strict=True):
-            self.links[name] = Links(life, ["a", "b"], name, lambda name=name: self.stands[name])  # type: ignore[misc]
-        for (name, other), end in zip(("ab", "ba"), ends, strict=True):
-            self.links[name].add(other, self.links[name].life.own(end))
+        for name, hub in self.hubs.items():
+            life = Lifetime(1, lambda member, reason: None, lambda host, port: None)
+            stand = lambda name=name: self.stands[name]  # noqa: E731
+            self.links[name] = Links(life, hub, "ab", name, self.hubs.places, stand=stand)
+            self.links[name].enter()
 
     def wait(self, name: str) -> Any:
         """Wait for something of the other member that does not come; what that raises."""
@@ -73,7 +73,7 @@ class Pair:
             links.life.abort("the test is over", lambda: None)
         for links in self.links.values():
             links.close()
-            links.life.close()
+        self.hubs.close()
 
 
 @pytest.fixture
@@ -90,8 +90,9 @@ def test_one_that_waits_finds_out_about_one_that_never_asks(pair: Pair) -> None:
     with ThreadPoolExecutor() as pool:
         waits = pool.submit(pair.wait, "a")
         asked = threading.Event()
-        hear = pair.links["b"]._hear
-        pair.links["b"]._hear = lambda *told: (hear(*told), asked.set())  # type: ignore[assignment,method-assign]
+        services = pair.links["b"].services
+        answer = services[Standings.ASK]
+        services[Standings.ASK] = lambda told: (answer(told), asked.set())[0]  # type: ignore[func-returns-value]
         assert asked.wait(20) and not waits.done()
         pair.stands["b"] = TRAINS
         found = waits.result(20)

@@ -158,7 +158,7 @@ def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]])
 
 def plan(members: str, homes: tuple[int, ...], owners: str) -> Plan:
     return Plan(
-        epoch=5, owners=tuple(owners), members=tuple(members), store_host=members[0], layout=Layout(1, len(owners)),
+        epoch=5, owners=tuple(owners), members=tuple(members), layout=Layout(1, len(owners)),
         homes=homes,
     )  # fmt: skip
 

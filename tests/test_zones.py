@@ -104,7 +104,7 @@ def test_nobody_loses_by_it(zones: str, shape: tuple[int, int], hosts: int, size
     owners = [random.choice(names) for _ in range(layout.size)]
     able = [[m for m in names if roster.apart(owner, m)] for owner in owners]
     shadows = [random.choice(each) if each else None for each in able]
-    previous = Plan(epoch=1, owners=tuple(owners), members=tuple(names), store_host=names[0], layout=layout)
+    previous = Plan(epoch=1, owners=tuple(owners), members=tuple(names), layout=layout)
     question = Question(previous, roster, costs, Policy(), Room(previous, ()), {})
     found = zones_apart(question, owners, shadows)
     zone = {member.id: member.zone for member in some}

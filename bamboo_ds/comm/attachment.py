@@ -78,22 +78,6 @@ class SliceGroup:
         return group_key(slices_name(self.ranks), self.ranks)
 
 
-class EpochStore(TorchStore):
-    """The store of the epoch that is current, as ``current`` tells. Its keys do not outlive the epoch.
-
-    Every call raises ``EpochChanged`` when the epoch is aborted, also while it waits.
-    """
-
-    def __init__(self, current: Callable[[], Epoch]) -> None:
-        super().__init__(None, "torch/")
-        self._current = current
-
-    def call(self, operation: str, timeout: timedelta | None = None, **fields: Any) -> Any:
-        epoch = self._current()
-        with epoch.life.calling("using the store", epoch.plan.store_host):
-            return epoch.store("").call(operation, timeout, **fields)
-
-
 class Attachment:
     """The epoch that this process is attached to. See :func:`publish`.
 
@@ -120,7 +104,7 @@ class Attachment:
         self.passing = self.drawing = False
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
-        self.torch_store = EpochStore(lambda: self.current)
+        self.torch_store = TorchStore(self._ask, "torch/", timeout)
         self._acting: Acting | None = None
         self._founders: Founders | None = None
 
@@ -132,6 +116,11 @@ class Attachment:
             raise EpochChanged(self.reason)
         epoch.life.check("operation")
         return epoch
+
+    def _ask(self, request: dict[str, Any], timeout: timedelta) -> Any:
+        """Put a request to the store of the epoch that is current: its keys do not outlive the epoch."""
+        epoch = self.current
+        return epoch.reached_at(epoch.plan.members[0])(request, timeout)
 
     # -- for whom groups are called ------------------------------------------------------------------------
     @property

@@ -12,7 +12,7 @@ import torch
 
 from ..compat import WORKS_NEED_HOLDING
 from ..errors import NotMet, PeerLost, UnsupportedError
-from . import p2p, wire
+from . import p2p
 from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
 from .calls.collectives import COLLECTIVES, Collective, alone, start
@@ -306,7 +306,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         with p2p.profiled("send", tensor):
             if peer == epoch.member:
                 return self._coalesced(p2p.deliver_here(epoch.links, key, self._index, tensor))
-            ticket = epoch.links.send(peer, wire.encode(key, self._index, tensor))
+            ticket = epoch.links.send(peer, key, self._index, tensor)
         return self._coalesced(p2p.SendWork(epoch.links, peer, ticket, tensor, self.timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:

@@ -40,7 +40,7 @@ class Groups:
 
     Args:
         links: the epoch's.
-        store: gives the part of the epoch's store whose keys have a prefix.
+        store: gives the keys with a prefix that a member keeps in the epoch.
         member: this member.
         address: the advertised address.
         timeout: default timeout of operations.
@@ -50,7 +50,7 @@ class Groups:
     """
 
     def __init__(
-        self, links: Links, store: Callable[[str], TorchStore], member: str, address: str, timeout: timedelta
+        self, links: Links, store: Callable[[str, str], TorchStore], member: str, address: str, timeout: timedelta
     ) -> None:
         self.works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
         self._links, self._life, self._store = links, links.life, store
@@ -103,14 +103,13 @@ class Groups:
         self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta, device: torch.device | None
     ) -> Any:
         name = f"group/{kind}/{key}/{','.join(members)}/"
-        store, size, what = self._store(name), len(members), f"building group {key} of {', '.join(members)}"
+        store, size, what = self._store(members[0], name), len(members), f"building group {key} of {', '.join(members)}"
         try:
             with self._life.calling(what):
                 if kind in BEHIND:
-                    others = [member for member in members if member != self._member]
-                    self._links.meet(what, name.encode(), others, timeout)
+                    self._links.meet(what, name.encode(), members, timeout)
                 if kind == GLOO:
-                    self._open_device(members, timeout)
+                    self._open_device(store, members, timeout)
                     self._connecting_pairs = range(self._pairs, self._pairs + size)
                     self._pairs += size
                 group = create_inner(kind, store, members.index(self._member), size, timeout, self._device)
@@ -152,7 +151,7 @@ class Groups:
             self._aborts.leave_alone(what, group.abort)
             raise
 
-    def _open_device(self, members: Sequence[str], timeout: timedelta) -> None:
+    def _open_device(self, store: TorchStore, members: Sequence[str], timeout: timedelta) -> None:
         """Have a gloo device, and know where those of ``members`` listen."""
         if self._listener is None:
             host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
@@ -165,7 +164,7 @@ class Groups:
             else:
                 raise RuntimeError(f"cannot tell which socket of this process gloo listens on at {self._address}")
         mine = f"{self._listener[0]} {self._listener[1]}"
-        for member, address in self._store("place/").exchange("gloo", self._member, mine, members, timeout).items():
+        for member, address in store.exchange("place", self._member, mine, members, timeout).items():
             host, port = address.split(" ")
             self._endpoints = {**self._endpoints, (host, int(port)): member}
 

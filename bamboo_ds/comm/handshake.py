@@ -3,12 +3,14 @@
 ::
 
     caller                              host
-       | purpose, epoch, nonce, name  ->  |
-       |  <-  nonce, tag                  |     tag = HMAC(secret, side, purpose, epoch, names, nonces)
+       | purpose, nonce, name, tag  ->    |
+       |  <-  nonce, tag                  |     tag = HMAC(secret, side, purpose, token, names, nonces)
        | tag  ->                          |
 
-A stranger gets no further than the first message, whose size is bounded, and costs nobody time: hosts attend to all
-callers at once. What follows on the connection carries no tags.
+A host draws its token, which members find where they find its address: in a job without a secret it is all there is to
+know. The first tag has one nonce only: who has overheard it gets an answer, and no further. A stranger gets no further
+than the first message, whose size is bounded, and costs nobody time: hosts attend to all callers at once. What follows
+on the connection carries no tags.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ import contextlib
 import errno
 import logging
 import secrets
-import selectors
+import select
 import socket
 import struct
 import time
@@ -26,13 +28,14 @@ from collections.abc import Callable, Generator
 from ..forking import only_here
 from ..secret import SETTING, TAG, JobSecret
 from . import sockets
+from .loop import SocketLoop
 
 logger = logging.getLogger(__name__)
 
 _NONCE = 32  # bytes
-_MAGIC = b"bamboo-2"
-#: Magic, purpose, epoch, nonce, length of the name.
-_HELLO = struct.Struct(f"<{len(_MAGIC)}s8sq{_NONCE}sH")
+_MAGIC = b"bamboo-3"
+#: Magic, purpose, nonce, length of the name.
+_HELLO = struct.Struct(f"<{len(_MAGIC)}s8s{_NONCE}sH")
 _LONGEST_NAME = 256
 #: Seconds that a caller may take: a member that was stopped meanwhile, say. Nobody waits for it.
 GRACE_S = 30.0
@@ -50,31 +53,33 @@ class Refused(ConnectionError):
     """The other end has not proven that it belongs to the job."""
 
 
-def calling(secret: JobSecret, purpose: str, epoch: int, caller: str, host: str) -> Talk:
-    """The caller's part; ``host`` is the member that it expects there."""
+def calling(secret: JobSecret, purpose: str, token: str, caller: str, host: str) -> Talk:
+    """The caller's part; ``host`` is the member that it expects there, and ``token`` that one's."""
     name, nonce = caller.encode(), secrets.token_bytes(_NONCE)
-    yield _HELLO.pack(_MAGIC, purpose.encode(), epoch, nonce, len(name)) + name
+    hello = secret.tag("hello", purpose, token, caller, host, nonce)
+    yield _HELLO.pack(_MAGIC, purpose.encode(), nonce, len(name)) + name + hello
     answer = yield _NONCE + TAG
-    facts = (purpose, epoch, caller, host, nonce, answer[:_NONCE])
+    facts = (purpose, token, caller, host, nonce, answer[:_NONCE])
     if not secret.proves(answer[_NONCE:], "host", *facts):
         raise Refused(f"whoever answers there is not {host} of this job, or has another secret: check {SETTING}")
     yield secret.tag("caller", *facts)
     return host
 
 
-def hosting(secret: JobSecret, purpose: str, epoch: int, host: str, expected: Callable[[str], bool]) -> Talk:
-    """The host's part, towards any caller whose name is ``expected``."""
+def hosting(secret: JobSecret, purpose: str, token: str, host: str) -> Talk:
+    """The host's part, towards any caller; ``token`` is the host's."""
     magic = yield len(_MAGIC)
     if magic != _MAGIC:
         raise Refused("it is no member of a job, or has another version of bamboo_ds")
-    _, what, number, nonce, length = _HELLO.unpack(magic + (yield _HELLO.size - len(_MAGIC)))
+    _, what, nonce, length = _HELLO.unpack(magic + (yield _HELLO.size - len(_MAGIC)))
     if what.rstrip(b"\0") != purpose.encode() or length > _LONGEST_NAME:
         raise Refused("it wants something else")
-    name = (yield length).decode(errors="replace") if length else ""
-    if number != epoch or not expected(name):
-        raise Refused(f"{name!r} is not expected in epoch {epoch} (it says {number})")
+    rest = yield length + TAG
+    name, hello = rest[:length].decode(errors="replace"), rest[length:]
+    if not secret.proves(hello, "hello", purpose, token, name, host, nonce):
+        raise Refused(f"{name!r} does not know where {host} is, or has another secret: check {SETTING}")
     own = secrets.token_bytes(_NONCE)
-    facts = (purpose, epoch, name, host, nonce, own)
+    facts = (purpose, token, name, host, nonce, own)
     yield own + secret.tag("host", *facts)
     if not secret.proves((yield TAG), "caller", *facts):
         raise Refused(f"the caller is not {name}, or has another secret: check {SETTING}")
@@ -88,7 +93,8 @@ class Handshake:
         connection: with a timeout :meth:`advance` waits for the end, else it never blocks.
 
     Attributes:
-        answered: something has been said to the other end; by a host only to who says that he is expected.
+        answered: something has been said to the other end; by a host only to who knows the secret and the token, or has
+            overheard somebody who does.
     """
 
     def __init__(self, connection: socket.socket, talk: Talk) -> None:
@@ -138,40 +144,32 @@ class Door:
     """Attends to all who call at a listening socket, until they have proven who they are.
 
     Args:
-        selector: tells what is ready: the listening socket and the callers' are registered with this as their data.
+        loop: tells what is ready.
         listener: not blocking; closed by whoever made it.
         talk: makes the host's part of a talk with one caller.
+        admit: called with a member's name and connection when that has proven itself.
+
+    Attributes:
         expected: how many members may call at the same time.
     """
 
     def __init__(
-        self, selector: selectors.BaseSelector, listener: socket.socket, talk: Callable[[], Talk], expected: int = 0
+        self,
+        loop: SocketLoop,
+        listener: socket.socket,
+        talk: Callable[[], Talk],
+        admit: Callable[[str, socket.socket], None],
+        expected: int = 0,
     ) -> None:
         sockets.allow_descriptors()
-        self._selector, self._listener, self._talk = selector, listener, talk
-        self._expected = expected
+        self._loop, self._listener, self._talk, self._admit = loop, listener, talk, admit
+        self.expected = expected
         self._callers: dict[socket.socket, Handshake] = {}  # oldest first
         self._refused = 0
         self._short = False
-        selector.register(listener, selectors.EVENT_READ, self)
-
-    def attend(self, ready: socket.socket) -> tuple[str, socket.socket] | None:
-        """Go on with a socket that is readable; a member's name and connection when that has proven itself."""
-        if ready is self._listener:
-            self._accept()
-            return None
-        handshake = self._callers.get(ready)
-        if handshake is None:
-            return None  # it had to go
-        try:
-            name = handshake.advance()
-        except OSError as error:
-            self._refuse(ready, error)
-            return None
-        if name is None:
-            return None
-        self._forget(ready)
-        return name, ready
+        self._again_at: float | None = None  # when it tries again to take a caller
+        loop.watch(listener, select.EPOLLIN, lambda _: self._accept())
+        loop.timers.append(self.grace)
 
     def _accept(self) -> None:
         try:
@@ -184,16 +182,29 @@ class Door:
             only_here(connection)
             connection.setblocking(False)
             self._callers[connection] = Handshake(connection, self._talk())
-            self._selector.register(connection, selectors.EVENT_READ, self)
-            if len(self._callers) > CALLERS + self._expected:
+            self._loop.watch(connection, select.EPOLLIN, lambda _: self._attend(connection))
+            if len(self._callers) > CALLERS + self.expected:
                 self._refuse(self._stranger() or next(iter(self._callers)), "too many callers")
 
+    def _attend(self, caller: socket.socket) -> None:
+        handshake = self._callers.get(caller)
+        if handshake is None:
+            return  # it had to go
+        try:
+            name = handshake.advance()
+        except OSError as error:
+            self._refuse(caller, error)
+            return
+        if name is not None:
+            self._forget(caller)
+            self._admit(name, caller)
+
     def _stranger(self) -> socket.socket | None:
-        """The oldest caller that has not said that he is expected."""
+        """The oldest caller that has not been answered."""
         return next((caller for caller, handshake in self._callers.items() if not handshake.answered), None)
 
     def _make_room(self, shortage: OSError) -> None:
-        """Have a descriptor at the next try: the caller waits, and the listener stays readable."""
+        """Have a descriptor at the next try: the caller waits in the kernel's queue."""
         stranger = self._stranger()
         if stranger is not None:
             self._refuse(stranger, shortage)
@@ -201,17 +212,25 @@ class Door:
         if not self._short:
             self._short = True
             logger.error("cannot take a connection (%s): raise the limit, ulimit -n", shortage)
-        time.sleep(_SHORTAGE_S)
+        self._again_at = time.monotonic() + _SHORTAGE_S
+        self._loop.change(self._listener, 0)
 
     def grace(self) -> float | None:
-        """Seconds until a caller has taken too long; ``None`` if there are none. Those that have are refused."""
+        """Seconds until there is something to do besides; ``None``: there is not. Silent callers are refused."""
+        waits = []
+        if self._again_at is not None:
+            waits.append(self._again_at - time.monotonic())
+            if waits[-1] <= 0:
+                self._again_at = None
+                self._loop.change(self._listener, select.EPOLLIN)
         while self._callers:
             oldest = next(iter(self._callers.values()))
             left = oldest.until - time.monotonic()
             if left > 0:
-                return left
+                waits.append(left)
+                break
             self._refuse(oldest.connection, "it is silent")
-        return None
+        return min(waits, default=None)
 
     def _refuse(self, caller: socket.socket, why: object) -> None:
         self._forget(caller)
@@ -222,11 +241,11 @@ class Door:
 
     def _forget(self, caller: socket.socket) -> None:
         del self._callers[caller]
-        self._selector.unregister(caller)
+        self._loop.forget(caller)
 
     def close(self) -> None:
         """Send everybody away who is not known yet."""
         for caller in list(self._callers):
             self._forget(caller)
             caller.close()
-        self._selector.unregister(self._listener)
+        self._loop.forget(self._listener)

@@ -1,4 +1,4 @@
-"""The lifetime of one epoch: whether it goes on, who is blocked in it, what ends with it, what its failures mean.
+"""The lifetime of one epoch: whether it goes on, who is blocked in it, what its failures mean.
 
 Translating what torch raises into the errors that callers handle is done here and nowhere else.
 """
@@ -7,15 +7,12 @@ from __future__ import annotations
 
 import logging
 import re
-import socket
 import threading
 from collections.abc import Callable
 from types import TracebackType
 
 from ..device_errors import is_device_error
 from ..errors import BambooError, EpochChanged, PeerLost
-from ..forking import only_here
-from . import sockets
 from .c10d import dist
 
 logger = logging.getLogger(__name__)
@@ -36,7 +33,7 @@ _REMOTE = re.compile(r"\[(?P<host>[0-9a-fA-F.:]+)\]:(?P<port>\d+)")
 
 
 class Lifetime:
-    """One epoch from its first connection to its abort. Any thread may use it.
+    """One epoch from its beginning to its abort. Any thread may use it.
 
     Args:
         number: the epoch's.
@@ -56,9 +53,9 @@ class Lifetime:
         self._lock = threading.Lock()
         self._quiet = threading.Condition(self._lock)
         self._aborted: str | None = None
+        self._loss: PeerLost | None = None
         self._blocked = 0
         self._callbacks: dict[object, Callable[[], None]] = {}
-        self._sockets: set[socket.socket] = set()
         self._accused: set[str | None] = set()
         self._over = threading.Event()  # whoever has aborted it is through with that
 
@@ -75,7 +72,8 @@ class Lifetime:
 
     def ended(self, operation: str) -> EpochChanged:
         """The error for ``operation`` after the end."""
-        return EpochChanged(f"{operation}: epoch {self.number} ended ({self._aborted})")
+        text = f"{operation}: epoch {self.number} ended ({self._aborted})"
+        return EpochChanged(text) if self._loss is None else PeerLost(text, self._loss.member)
 
     def check(self, operation: str) -> None:
         """Raise ``EpochChanged`` if the epoch is aborted."""
@@ -112,16 +110,6 @@ class Lifetime:
             return self._quiet.wait_for(lambda: self._blocked == 0, timeout)
 
     # -- the end -----------------------------------------------------------------------------------------
-    def own(self, opened: socket.socket) -> socket.socket:
-        """Shut a socket of ours down with the epoch (at once if it has been aborted), and close it in the end."""
-        only_here(opened)
-        with self._lock:
-            self._sockets.add(opened)
-            aborted = self._aborted is not None
-        if aborted:
-            sockets.shut(opened)
-        return opened
-
     def call_on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
         """Call ``callback`` when the epoch is aborted (at once if it is). It must not block.
 
@@ -141,24 +129,23 @@ class Lifetime:
 
         return take_back
 
-    def abort(self, reason: str, interrupt: Callable[[], None] = lambda: None) -> bool:
-        """Make every operation raise ``EpochChanged``, call back, shut the sockets down; false if that was done.
+    def abort(self, reason: str, interrupt: Callable[[], None] = lambda: None, loss: PeerLost | None = None) -> bool:
+        """Make every operation raise ``EpochChanged``, and call back; false if that was done.
 
         Args:
             interrupt: called last.
+            loss: why, if that is the loss of a member.
         """
         with self._lock:
             if self._aborted is not None:
                 return False
-            self._aborted = reason
-            callbacks, own = list(self._callbacks.values()), list(self._sockets)
+            self._aborted, self._loss = reason, loss
+            callbacks = list(self._callbacks.values())
             self._quiet.notify_all()
         try:
             logger.info("epoch %d: aborted: %s", self.number, reason)
             for callback in callbacks:
                 callback()
-            for opened in own:
-                sockets.shut(opened)
             interrupt()
         finally:
             self._over.set()
@@ -168,15 +155,6 @@ class Lifetime:
         """Wait until the thread that has aborted the epoch is through with that, unless it was ended in between."""
         if not self._over.wait(_ABORT_S):
             logger.error("epoch %d: its abort is not through after %.0f s", self.number, _ABORT_S)
-
-    def close(self) -> None:
-        """Close the sockets of an aborted epoch."""
-        with self._lock:
-            self._callbacks.clear()
-            own = list(self._sockets)
-            self._sockets.clear()
-        for opened in own:
-            opened.close()
 
     # -- failures ----------------------------------------------------------------------------------------
     def peer_failed(self, member: str | None, reason: str) -> None:

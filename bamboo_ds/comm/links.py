@@ -1,4 +1,4 @@
-"""The links between all members of an epoch: the messages that go and arrive over their TCP connections.
+"""One epoch of this member: the messages that go and arrive in it, and what its members do all together.
 
 Sends are eager: a message is out when the kernel has taken it. What arrives is sorted by key.
 """
@@ -6,7 +6,6 @@ Sends are eager: a message is out when the kernel has taken it. What arrives is 
 from __future__ import annotations
 
 import math
-import socket
 import threading
 import time
 from collections import deque
@@ -14,103 +13,178 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from functools import partial
+from typing import NamedTuple
 
-from ..errors import EpochChanged, NotMet
+from ..errors import EpochChanged, NotMet, PeerLost
 from . import wire
+from .connection import Connection
+from .hub import Hub
 from .lifetime import Lifetime
-from .peer import Peer, PeerMessage
 from .standing import ASK_AFTER_S, Stand, Standings
+from .trees import Tree
+from .wire import PeerMessage
+
+#: What a member tells those who might wait for it as it enters the epoch.
+_ENTERED = b"entered"
+
+#: Takes messages of certain keys as they arrive, on whichever thread has read them.
+Service = Callable[[PeerMessage], None]
+
+
+class Ticket(NamedTuple):
+    """A frame that was sent."""
+
+    connection: Connection
+    number: int
+
+    @property
+    def written(self) -> bool:
+        """Whether its memory may be changed."""
+        return self.connection.written >= self.number
 
 
 class Links:
-    """The connections of this member in one epoch.
+    """What this member has of the others in one epoch.
 
     Args:
         life: the epoch's.
-        members: all of them, in the plan's order, and ``member``: this one.
+        hub: this worker's connections.
+        members: all of the epoch, in the plan's order, and ``member``: this one.
+        places: where each is reached.
+        timeout: for all to come to what they do together first; ``None``: any.
+        end: ends the epoch, for a reason: a member is lost, if known which.
         stand: tells where this member's script is; see :class:`.standing.Standings`.
+        awaited: called with members that have not entered the epoch, and for how many seconds they have been waited
+            for: after ``tell_after_s``, then after twice as long each time.
 
     Attributes:
-        life: the epoch's.
-        changed: notified whenever a message arrives, something was written, or a peer or the epoch ended.
+        life: the epoch's, and its number.
+        member: this one.
+        changed: the hub's.
         waiting: how many threads wait, guarded by ``changed``.
+        services: by key, what takes messages instead of the inbox.
     """
 
     def __init__(
-        self, life: Lifetime, members: Sequence[str], member: str, stand: Callable[[], Stand | None] = lambda: None
+        self,
+        life: Lifetime,
+        hub: Hub,
+        members: Sequence[str],
+        member: str,
+        places: Sequence[str],
+        timeout: timedelta | None = None,
+        end: Callable[[str, PeerLost | None], None] = lambda reason, loss: None,
+        stand: Callable[[], Stand | None] = lambda: None,
+        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
+        tell_after_s: float = math.inf,
     ) -> None:
-        self.life = life
-        self.changed = threading.Condition()
+        self.life, self.number = life, life.number
+        self.changed: threading.Condition = hub.changed
         self.waiting = 0
-        self._members, self._me = members, member
-        self._peers: dict[str, Peer] = {}
+        self._hub, self._members, self.member = hub, members, member
+        self._places = {**dict.fromkeys(members, ""), **dict(zip(members, places, strict=False))}
+        self._end, self._timeout, self._awaited, self._tell_after_s = end, timeout, awaited, tell_after_s
+        self._tree = Tree(members, member)
+        self._failures: dict[str, EpochChanged] = {}
+        self._heard: set[str] = set()  # those that have entered the epoch
         self._inbox: dict[bytes, deque[PeerMessage]] = {}
         self._rounds = 0
         self._standings = Standings(stand)
-        life.call_on_abort(self._leave)
+        life.call_on_abort(self._wake)
+        self.services: dict[bytes, Service] = {
+            _ENTERED: self._welcome,
+            Standings.ASK: self._answer,
+            Standings.ANSWER: self._hear,
+        }
 
-    def add(self, member: str, connection: socket.socket) -> None:
-        """Take a connection into service."""
-        peer = self._peers[member] = Peer(self.life, member, connection, self.changed, self.deliver)
-        peer.start()
+    def enter(self) -> None:
+        """Have what arrives for this epoch from now on, and tell the tree's parent, which waits for this member."""
+        self._hub.enter(self, self._members)
+        if self._tree.parent is not None:
+            self.send(self._tree.parent, _ENTERED, 0, None)
 
     # -- messages ----------------------------------------------------------------------------------------
     def deliver(self, key: bytes, message: PeerMessage) -> None:
         """Put a message into the inbox (of this member's own roles, too)."""
-        if key in (Standings.ASK, Standings.ANSWER):
-            self._hear(key, message)
+        if self.life.aborted is not None:
             return
         with self.changed:
-            self._inbox.setdefault(key, deque()).append(message)
+            self._heard.add(message.source)
+            service = self.services.get(key)
+            if service is not None:
+                service(message)
+            else:
+                self._inbox.setdefault(key, deque()).append(message)
+            self.changed.notify_all()
+
+    def left(self, member: str, over: bool) -> None:
+        """See :class:`.hub.Receiver`."""
+        self._note_failure(member, EpochChanged(f"member {member} has left epoch {self.number}"))
+        if over:
+            self._end(f"it is over, says {member}", None)
+
+    def failed(self, member: str, reason: str) -> None:
+        """See :class:`.hub.Receiver`. Whatever the control plane makes of it, this epoch is over."""
+        if member not in self._places or member in self._failures or self.life.aborted is not None:
+            return
+        failure = self.life.lost(member, reason)
+        self._note_failure(member, failure)
+        self._end(str(failure), failure)
+
+    def _note_failure(self, member: str, failure: EpochChanged) -> None:
+        with self.changed:
+            if member in self._places:
+                self._failures.setdefault(member, failure)
+            self.changed.notify_all()
+
+    def _wake(self) -> None:
+        with self.changed:
             self.changed.notify_all()
 
     def message(self, sequence: int, structure: int, tensors: list[wire.WireTensor]) -> PeerMessage:
         """A message of this member to itself, for :meth:`deliver`."""
-        return PeerMessage(self._me, sequence, structure, tensors, time.monotonic())
+        return PeerMessage(self.member, sequence, structure, tensors, time.monotonic())
 
     def inbox(self, key: bytes) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
         return self._inbox.setdefault(key, deque())
 
-    def send(self, member: str, pieces: list[memoryview]) -> int:
-        """Send a frame to another member; returns at once.
-
-        Returns:
-            A ticket for :meth:`written`.
+    def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload) -> Ticket:
+        """Send a message to another member; returns at once.
 
         Raises:
             EpochChanged, PeerLost: the epoch, or the connection, has ended.
+            TypeError: ``payload`` cannot be sent.
         """
-        self.life.check("send")
-        peer = self._peers[member]
-        peer.check()
-        with self.changed:
-            peer.sent += 1
-        return peer.write(pieces)
+        return self._send(member, wire.encode(key, sequence, payload, self.number))
 
-    def written(self, member: str, ticket: int) -> bool:
-        """Whether a frame is out. Hold :attr:`changed`."""
-        return self._peers[member].written >= ticket
+    def _send(self, member: str, frame: wire.Segments) -> Ticket:
+        self.life.check("send")
+        self._check(member)
+        connection = self._hub.reach(member, self._places[member])
+        return Ticket(connection, connection.send(self.number, frame))
+
+    def _check(self, member: str) -> None:
+        """Raise why nothing more will come from ``member``, if so."""
+        failure = self._failures.get(member)
+        if failure is not None:
+            raise _again(failure)
 
     # -- waiting -----------------------------------------------------------------------------------------
     def failure(self, member: str) -> EpochChanged | None:
         """Why nothing more will come from ``member``, or ``None``."""
-        peer = self._peers.get(member)
-        return None if peer is None else peer.failure
+        return self._failures.get(member)
 
     def await_failure(self, members: Iterable[str], timeout: float) -> EpochChanged | None:
-        """Why the first of ``members`` whose connection has ended is gone; waits up to ``timeout`` seconds."""
-        peers = self._known(members)
+        """Why the first of ``members`` that has failed is gone; waits up to ``timeout`` seconds."""
+        asked = tuple(members)
 
         def first() -> EpochChanged | None:
-            return next((peer.failure for peer in peers if peer.failure is not None), None)
+            return next((found for member in asked if (found := self._failures.get(member)) is not None), None)
 
         with self.changed:
             failure = self.changed.wait_for(first, timeout)
-        return None if failure is None else Peer.again(failure)
-
-    def _known(self, members: Iterable[str]) -> list[Peer]:
-        return [peer for member in members if (peer := self._peers.get(member)) is not None]
+        return None if failure is None else _again(failure)
 
     def wait(
         self, operation: str, ready: Callable[[], bool], members: Iterable[str], timeout: timedelta | None = None
@@ -130,121 +204,176 @@ class Links:
             PeerLost: the connection to one of ``members`` broke.
             CallsDiffer: it would not end, since another member's script makes other calls.
         """
-        peers = self._known(members)
+        others = [member for member in members if member in self._places and member != self.member]
+        failures = self._failures
 
         def over() -> bool:
             ended = self.life.aborted is not None or self._standings.difference is not None
-            return ended or ready() or any(peer.failure is not None for peer in peers)
+            return ended or ready() or (bool(failures) and any(member in failures for member in others))
 
         if not over():
             self.waiting += 1
             try:
-                self._await(over, math.inf if timeout is None else timeout.total_seconds())
+                self._await(over, others, math.inf if timeout is None else timeout.total_seconds())
             finally:
                 self.waiting -= 1
         self.life.check(operation)
         if ready():
             return True
         self._standings.check()
-        for peer in peers:
-            peer.check()
+        for member in others:
+            self._check(member)
         return False
 
-    def _await(self, over: Callable[[], bool], seconds: float) -> None:
-        """Wait until ``over()``; after a while, and then more and more rarely, ask all others where they are."""
+    def _await(self, over: Callable[[], bool], members: Sequence[str], seconds: float) -> None:
+        """Wait until ``over()``; after a while, and then more and more rarely, ask ``members`` where they are."""
         left, pause = seconds, ASK_AFTER_S
-        while not self.changed.wait_for(over, min(left, pause)) and left > pause:
+        while not self._hub.wait_for(over, members, min(left, pause)) and left > pause:
             left, pause = left - pause, 2 * pause
-            self.changed.release()  # a connection takes it while it is being written to
-            try:
-                for member in self._peers:
-                    self._tell(Standings.ASK, member)
-            finally:
-                self.changed.acquire()
+            for member in members:
+                self._tell(Standings.ASK, member, self._standings.tell())
 
-    def _tell(self, key: bytes, member: str) -> None:
+    def _tell(self, key: bytes, member: str, payload: wire.Payload) -> None:
         with suppress(EpochChanged):  # found by the wait itself
-            self.send(member, wire.encode(key, 0, self._standings.tell()))
+            self.send(member, key, 0, payload)
 
-    def _hear(self, key: bytes, message: PeerMessage) -> None:
-        if key == Standings.ASK:
-            self._tell(Standings.ANSWER, message.source)
-        self._standings.hear(message.payload())
-        with self.changed:
-            self.changed.notify_all()
+    def _welcome(self, entered: PeerMessage) -> None:
+        """The root's children, whom it tells nothing else for now, know thereby that it has entered as well."""
+        if self._tree.parent is None:
+            self._tell(_ENTERED, entered.source, None)
+
+    def _answer(self, asking: PeerMessage) -> None:
+        self._tell(Standings.ANSWER, asking.source, self._standings.tell())
+        self._hear(asking)
+
+    def _hear(self, told: PeerMessage) -> None:
+        self._standings.hear(told.payload())
 
     def flush(self) -> None:
-        """Wait until every peer has read everything that was sent to it.
+        """Wait until every member has read everything that was sent to it.
 
         Raises:
             EpochChanged, PeerLost: somebody has not, and never will.
         """
         self.life.check("flush")
-        unsure = [peer for peer in self._peers.values() if peer.sent > peer.confirmed]
-        for peer in unsure:
-            peer.check()
-            peer.write([wire.control(wire.FLUSH, peer.sent)])
+        unsure: list[tuple[str, Connection, int]] = []
+        for member in self._places:
+            connection = self._hub.known(member)
+            if connection is not None and connection.sent > connection.asked:
+                self._check(member)
+                connection.asked = sent = connection.sent + 1
+                self._send(member, wire.control(wire.FLUSH, sent, self.number))
+            if connection is not None and connection.asked > connection.confirmed:
+                unsure.append((member, connection, connection.asked))
         with self.changed:
-            for peer in unsure:
-                self.wait("flush", partial(_all_read, peer), [peer.member])
+            for member, connection, asked in unsure:
+                self.wait("flush", partial(_has_read, connection, asked), [member])
 
-    def all_gather(self, operation: str, payload: wire.Payload) -> dict[str, wire.Payload]:
-        """Every member's ``payload``, by member in the plan's order. Collective.
+    # -- all together ------------------------------------------------------------------------------------
+    def all_gather(
+        self, operation: str, payload: wire.Payload, merge: Callable[[list[wire.Payload]], wire.Payload]
+    ) -> wire.Payload:
+        """What all members' ``payload`` are together, equal on all. Collective.
+
+        The members are a tree: each merges its own with those of its children, and passes that on.
+
+        Args:
+            merge: of payloads, in the plan's order of whom they come from first.
 
         Raises:
             EpochChanged, PeerLost: the epoch ended, or a member is gone.
+            NotMet: somebody has not come to the first time.
         """
         self._rounds += 1
-        key = f"round/{self._rounds}".encode()
-        for member in self._peers:
-            self.send(member, wire.encode(key, 0, payload))
-        own = self.message(0, *wire.copied_tensors(payload))
-        found: dict[str, wire.Payload] = {own.source: own.payload()}
-        with self.changed:
-            inbox = self.inbox(key)
-            for member in self._peers:
-                self.wait(operation, partial(_has_from, inbox, member), [member])
-            found |= {message.source: message.payload() for message in inbox}
-            del self._inbox[key]
-        return {member: found[member] for member in self._members}
+        timeout = self._timeout if self._rounds == 1 else None
+        return self._combine(operation, f"round/{self._rounds}".encode(), self._tree, payload, merge, timeout)
 
-    def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta) -> None:
-        """Wait until ``members`` meet this one at ``key``, which is used once in an epoch.
+    def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta, flat: bool = False) -> None:
+        """Wait until ``members`` meet at ``key``, which is used once in an epoch.
+
+        Args:
+            members: this one and others, in an order that is equal on all.
+            flat: the first one hears of all itself, and so can say who has not come.
 
         Raises:
             EpochChanged, PeerLost: the epoch ended, or one of ``members`` is gone and had not come.
             NotMet: some of them have not come within the timeout.
         """
-        for member in members:
-            self.send(member, wire.encode(key, 0, None))
-        deadline = time.monotonic() + timeout.total_seconds()
+        tree = Tree(members, self.member, len(members) if flat else None)
+        self._combine(operation, key, tree, None, lambda _: None, timeout)
+
+    def _combine(
+        self,
+        operation: str,
+        key: bytes,
+        tree: Tree,
+        payload: wire.Payload,
+        merge: Callable[[list[wire.Payload]], wire.Payload],
+        timeout: timedelta | None,
+    ) -> wire.Payload:
+        up, down = key + b"/up", key + b"/down"
+        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
+        if tree.children:
+            found = self._collect(operation, up, tree.children, deadline, timeout)
+            payload = merge([payload, *found])
+        if tree.parent is not None:
+            self.send(tree.parent, up, 0, payload)
+            (payload,) = self._collect(operation, down, [tree.parent], deadline, timeout)
+        for child in tree.children:
+            self.send(child, down, 0, payload)
+        return payload
+
+    def _collect(
+        self, operation: str, key: bytes, members: Sequence[str], deadline: float | None, timeout: timedelta | None
+    ) -> list[wire.Payload]:
+        """What each of ``members`` sends for ``key``, in their order."""
         with self.changed:
             inbox = self.inbox(key)
             for member in members:
-                left = timedelta(seconds=max(0.0, deadline - time.monotonic()))
-                if not self.wait(operation, partial(_has_from, inbox, member), [member], left):
-                    missing = [member for member in members if not _has_from(inbox, member)]
+                missing = self._await_from(operation, inbox, member, members, deadline)
+                if missing:
                     raise NotMet(f"Timed out waiting {timeout} for {', '.join(missing)} in {operation}", missing)
+            found = {message.source: message for message in inbox}
             del self._inbox[key]
+        return [found[member].payload() for member in members]
+
+    def _await_from(
+        self, operation: str, inbox: deque[PeerMessage], member: str, members: Sequence[str], deadline: float | None
+    ) -> list[str]:
+        """Wait for ``member``'s message; those of ``members`` that have sent none, if it does not come in time.
+
+        Tells, more and more rarely, who of them has not even entered the epoch.
+        """
+        begin, pause, ready = time.monotonic(), self._tell_after_s, partial(_has_from, inbox, member)
+        while True:
+            left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
+            seconds = left if member in self._heard else min(left, pause)
+            limit = None if math.isinf(seconds) else timedelta(seconds=seconds)
+            if self.wait(operation, ready, [member], limit):
+                return []
+            if seconds == left:
+                return [other for other in members if not _has_from(inbox, other)]
+            absent = [other for other in members if other not in self._heard]
+            if absent:
+                self._awaited(absent, time.monotonic() - begin)
+            pause *= 2
 
     # -- end ---------------------------------------------------------------------------------------------
-    def _leave(self) -> None:
-        """Say farewell and wake everybody who waits, before the connections are shut down. From any thread, once."""
-        for peer in list(self._peers.values()):
-            peer.leave()
-        with self.changed:
-            self.changed.notify_all()
-
     def close(self) -> None:
-        """Join the threads; the connections have been shut down."""
-        for peer in self._peers.values():
-            peer.join()
-        self._peers.clear()
+        """Forget what has arrived; the epoch has been aborted."""
         self._inbox.clear()
+        self.services.clear()
 
 
-def _all_read(peer: Peer) -> bool:
-    return peer.confirmed >= peer.sent
+def _again(failure: EpochChanged) -> EpochChanged:
+    """A fresh copy of a thread's failure, to be raised in another."""
+    again = PeerLost(str(failure), failure.member) if isinstance(failure, PeerLost) else EpochChanged(str(failure))
+    again.__cause__ = failure
+    return again
+
+
+def _has_read(connection: Connection, number: int) -> bool:
+    return connection.confirmed >= number
 
 
 def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:

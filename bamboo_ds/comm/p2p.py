@@ -12,15 +12,15 @@ import torch
 
 from ..errors import UnsupportedError
 from . import wire
-from .links import Links
-from .peer import PeerMessage
+from .links import Links, Ticket
+from .wire import PeerMessage
 from .work import NO_TIMEOUT, CompletedWork
 
 
 class SendWork(CompletedWork):
     """A send: complete when its tensor may be changed."""
 
-    def __init__(self, links: Links, member: str, ticket: int, tensor: torch.Tensor, timeout: timedelta) -> None:
+    def __init__(self, links: Links, member: str, ticket: Ticket, tensor: torch.Tensor, timeout: timedelta) -> None:
         super().__init__([tensor])
         self._links = links
         self._member = member
@@ -37,7 +37,7 @@ class SendWork(CompletedWork):
         links = self._links
         limit = timeout if timeout != NO_TIMEOUT else self._timeout
         with links.changed:
-            if not links.wait("send", lambda: links.written(self._member, self._ticket), [self._member], limit):
+            if not links.wait("send", lambda: self._ticket.written, [self._member], limit):
                 raise RuntimeError(f"Timed out waiting {limit} for send operation to {self._member} to complete")
         return True
 
@@ -45,11 +45,7 @@ class SendWork(CompletedWork):
         """Whether the tensor may be changed, or never will be sent."""
         links = self._links
         with links.changed:
-            return (
-                links.life.aborted is not None
-                or links.written(self._member, self._ticket)
-                or links.failure(self._member) is not None
-            )
+            return links.life.aborted is not None or self._ticket.written or links.failure(self._member) is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
         """As in gloo: sends have none."""

@@ -19,7 +19,8 @@ from .c10d import dist
 from .calls.naming import NAME
 from .calls.script import ScriptCollectives
 from .epoch import Epoch
-from .keyvalue import Server
+from .hub import Hub
+from .places import Listener
 from .standing import Stand
 
 #: Seconds that the end of a session waits for gloo to let go of its threads.
@@ -43,9 +44,11 @@ class Session:
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
         secret: the job's; who does not know it gets no connection.
+        listener: where others reach this member; ``None``: a new one at ``address``.
 
     Attributes:
         member, address, timeout: as above.
+        place: where others reach this member, as plans have it.
     """
 
     def __init__(
@@ -58,21 +61,22 @@ class Session:
         awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
         tell_after_s: float = 120.0,
         secret: JobSecret = NONE,
+        listener: Listener | None = None,
     ) -> None:
         self._attachment = Attachment(timeout, self.abort)
         publish(self._attachment)
         self.member, self.address, self.timeout = member, address, timeout
-        self._secret = secret
+        self._hub = Hub(member, listener or Listener.open(address), secret, silence_s)
+        self.place = self._hub.place
         self._new_epoch = partial(
             Epoch,
+            hub=self._hub,
             member=member,
             address=address,
             timeout=timeout,
             on_peer_failure=on_peer_failure,
-            silence_s=silence_s,
             awaited=awaited,
             tell_after_s=tell_after_s,
-            secret=secret,
             stand=lambda: self.stand(),
         )
         #: Tells where the script is, see :class:`.standing.Stand`; from any thread.
@@ -80,8 +84,6 @@ class Session:
         self._lock = threading.Lock()
         self._ended = 0  # the newest epoch known to have ended
         self._left: list[Epoch] = []
-        self._hosted: dict[int, Server] = {}
-        self._hosting = threading.RLock()
         self._closed = False
         self._process = os.getpid()  # one that it forks has no part in the job
         self._logical_groups: dict[tuple[str, tuple[int, ...], int], BambooProcessGroup] = {}
@@ -143,40 +145,14 @@ class Session:
         return True
 
     # -- epochs ------------------------------------------------------------------------------------------
-    def host_store(self, plan: Plan) -> int:
-        """Create the store of ``plan``'s epoch, bound to our address only. From any thread.
+    def attach(self, plan: Plan) -> None:
+        """Enter ``plan``'s epoch, and clear the aborted state. Called by the main thread; waits for nobody.
 
-        Called by the worker that ``plan.store_host`` names, before it attaches. The server lives until
-        the epoch after the next one is hosted or attached, or until :meth:`close`. Calling it again for
-        the same epoch returns the same port.
-
-        Returns:
-            The server's TCP port.
-        """
-        with self._hosting:
-            hosted = self._hosted.get(plan.epoch)
-            if hosted is not None:
-                return hosted.port
-            self._drop_stores(plan.epoch)
-            server = Server(self.address, plan.epoch, self._secret, self.member, plan.members)
-            self._hosted[plan.epoch] = server
-            return server.port
-
-    def _drop_stores(self, epoch: int) -> None:
-        """Drop the servers of all epochs before ``epoch - 1``."""
-        with self._hosting:
-            for number in [number for number in self._hosted if number < epoch - 1]:
-                self._hosted.pop(number).close()
-
-    def attach(self, plan: Plan, store_address: tuple[str, int]) -> None:
-        """Enter ``plan``'s epoch: connect to its store and to all its members, clear the aborted state.
-
-        Collective over ``plan.members``: blocks (abortably) until all have come. The previous epoch is
-        aborted if it was not, and everything of it destroyed. Called by the main thread.
+        The previous epoch is aborted if it was not, and everything of it destroyed but the connections to members
+        that ``plan`` has as well.
 
         Raises:
-            EpochChanged: aborted meanwhile, or this epoch is already known to have ended.
-            PeerLost: the store host or a peer could not be reached.
+            EpochChanged: this epoch is already known to have ended.
             AbortFailed: a communicator of the previous epoch could not be aborted.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
@@ -186,9 +162,10 @@ class Session:
             raise ValueError(f"epoch {plan.epoch} is not newer than the current one, {self.epoch}")
         previous = self._epoch
         if previous is not None:
-            previous.abort(f"epoch {plan.epoch} follows")
+            previous.abort(f"epoch {plan.epoch} follows", orderly=True)
             self._leave(previous)
             previous.groups.await_aborts()
+            self._hub.drop(set(previous.plan.members) - set(plan.members))
         epoch = self._new_epoch(plan)
         with self._lock:
             self._attachment.epoch = epoch
@@ -197,8 +174,16 @@ class Session:
         if over:
             epoch.abort(self._attachment.reason)
         epoch.life.check("attaching")
-        epoch.open(store_address)
-        self._drop_stores(plan.epoch)
+        epoch.enter()
+
+    def meet(self) -> None:
+        """Wait until all members of the epoch have entered it.
+
+        Raises:
+            EpochChanged, PeerLost: the epoch has ended, or a member is gone.
+            NotMet: somebody has not come within the session's timeout.
+        """
+        self.current.links.all_gather("attaching", None, lambda _: None)
 
     def abort(self, reason: str, epoch: int | None = None) -> None:
         """End the current epoch; callable from any thread (not from a signal handler), any number of times.
@@ -210,7 +195,7 @@ class Session:
             reason: for messages.
             epoch: the newest epoch that is known to have ended (the new plan's number minus one). If a newer
                 one is attached already, nothing happens; if it is yet to be attached, its :meth:`attach` will
-                raise ``EpochChanged``. Default: the current epoch, also one whose ``attach`` is in progress.
+                raise ``EpochChanged``. Default: the current epoch.
         """
         with self._lock:
             self._ended = max(self._ended, self.epoch if epoch is None else epoch)
@@ -236,7 +221,7 @@ class Session:
         return all([epoch.groups.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
     def close(self, grace_s: float = CLOSE_S) -> None:
-        """End cleanly: destroy all inner groups, stores and threads; abort what is still in flight. Idempotent.
+        """End cleanly: destroy all inner groups, connections and threads; abort what is still in flight. Idempotent.
 
         For a clean end let all members meet (``Transport.close``, or a barrier) first. Every later operation
         raises ``EpochChanged``.
@@ -251,8 +236,7 @@ class Session:
         if self._epoch is not None:
             self._leave(self._epoch)
         self.released(timedelta(seconds=grace_s))
-        while self._hosted:
-            self._hosted.popitem()[1].close()
+        self._hub.close()
         publish(None)
         atexit.unregister(self.close)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -12,9 +13,8 @@ import torch
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
-from .peer import PeerMessage
 from .session import Session
-from .wire import Payload
+from .wire import Payload, PeerMessage
 
 __all__ = ["Lane", "Payload", "Transport"]
 
@@ -39,9 +39,9 @@ class Lane:
 
 
 class Transport:
-    """Streams between the roles of one epoch, over the epoch's connections between all members.
+    """Streams between the roles of one epoch, over the worker's connections.
 
-    Sends are asynchronous; everything that arrives is read at once, by the links' threads. Every blocking call
+    Sends are asynchronous; everything that arrives is read at once. Every blocking call
     raises ``EpochChanged`` when the session aborts, or a member on whom it waits has left the epoch, and
     ``PeerLost`` when one is gone. The methods are for one thread at a time, the main thread.
     """
@@ -71,7 +71,7 @@ class Transport:
 
     @classmethod
     def open(cls, session: Session, lanes: Sequence[Lane]) -> Transport:
-        """Open the lanes in the session's current epoch. Local: the connections exist since ``attach``.
+        """Open the lanes in the session's current epoch. Local: members connect when they first have something to send.
 
         All members open their transports in the same order. What arrived before is not lost.
 
@@ -106,7 +106,7 @@ class Transport:
         if lane.destination == self._epoch.member:
             self._links.deliver(self._key(lane), self._links.message(sequence, *wire.copied_tensors(payload)))
         else:
-            self._links.send(lane.destination, wire.encode(self._key(lane), sequence, payload))
+            self._links.send(lane.destination, self._key(lane), sequence, payload)
 
     def drain(self) -> None:
         """Wait until all messages that this member sent are in the memory of the receiving processes.
@@ -170,35 +170,28 @@ class Transport:
 
     # -- all members -------------------------------------------------------------------------------------
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        """The sum of ``tensor`` over all members, in the plan's order, as a new tensor. Bit-equal on all.
+        """The sum of ``tensor`` over all members, as a new tensor. Bit-equal on all.
 
-        For small CPU tensors of one dtype and shape: everybody sends to everybody. ``tensor`` may still be on its way
-        to some then, as what :meth:`send` gets: it must not be changed until :meth:`drain`.
+        For small CPU tensors of one dtype and shape. Members are summed up as they are in the tree of the plan's
+        members: exact in any order where each element comes from one member and is zero on the others. ``tensor`` may
+        still be on its way then, as what :meth:`send` gets: it must not be changed until :meth:`drain`.
         """
         self._check("all_reduce")
-        first, *others = self._links.all_gather("all_reduce", tensor).values()
-        assert isinstance(first, torch.Tensor)
-        for other in others:
-            assert isinstance(other, torch.Tensor)
-            if other.shape != first.shape or other.dtype != first.dtype:
-                raise ProtocolError(f"all_reduce of {first.shape} {first.dtype} and {other.shape} {other.dtype}")
-            first += other  # what this member has sent stays as it is
-        return first
+        total = self._links.all_gather("all_reduce", tensor, _sum)
+        assert isinstance(total, torch.Tensor)
+        return total.clone()  # others may still get it
 
     def barrier(self) -> None:
         """Wait for all members."""
         self._check("barrier")
-        self._links.all_gather("barrier", None)
+        self._links.all_gather("barrier", None, lambda _: None)
 
     def exchange(self, value: str) -> dict[str, str]:
         """Every member's ``value``, by member in the plan's order. Collective."""
         self._check("exchange")
-        data = torch.frombuffer(bytearray(value.encode() + b"\0"), dtype=torch.uint8)
-        found = {}
-        for member, payload in self._links.all_gather("exchange", data).items():
-            assert isinstance(payload, torch.Tensor)
-            found[member] = bytes(wire.view(payload))[:-1].decode()
-        return found
+        payload = self._links.all_gather("exchange", _as_tensor({self._epoch.member: value}), _join)
+        found = _as_texts(payload)
+        return {member: found[member] for member in self._epoch.plan.members}
 
     # -- end ---------------------------------------------------------------------------------------------
     def _check(self, operation: str, lane: Lane | None = None) -> None:
@@ -224,7 +217,32 @@ class Transport:
                 self._epoch.abort("the transport was closed after a failure")
             if self._life.aborted is None:
                 self._links.flush()
-                self._links.all_gather("close", None)
+                self._links.all_gather("close", None, lambda _: None)
         finally:
             self._closed = True
             self._incoming = {tag: deque() for tag in self._incoming}
+
+
+def _sum(payloads: list[Payload]) -> Payload:
+    total, *others = payloads
+    assert isinstance(total, torch.Tensor)
+    for other in others:
+        assert isinstance(other, torch.Tensor)
+        if other.shape != total.shape or other.dtype != total.dtype:
+            raise ProtocolError(f"all_reduce of {total.shape} {total.dtype} and {other.shape} {other.dtype}")
+        total = total + other  # what this member was given stays as it is
+    return total
+
+
+def _join(payloads: list[Payload]) -> Payload:
+    return _as_tensor({member: text for payload in payloads for member, text in _as_texts(payload).items()})
+
+
+def _as_tensor(texts: dict[str, str]) -> torch.Tensor:
+    return torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+
+
+def _as_texts(payload: Payload) -> dict[str, str]:
+    assert isinstance(payload, torch.Tensor)
+    found: dict[str, str] = json.loads(bytes(wire.view(payload)))
+    return found

@@ -2,17 +2,20 @@
 
 A frame is a block of :data:`HEAD` bytes, an extension if the block does not hold everything, and raw data:
 
-    kind (1 byte), structure (1), key length (2), tensors (4), sequence (8), length of key and words (8),
+    kind (1 byte), structure (1), key length (2), tensors (4), sequence (8), epoch (8), length of key and words (8),
     key, words: per tensor its dtype, device, number of dimensions and each dimension's size (8 bytes each)
     [key and words as an extension, where they do not fit]
-    the bytes of each tensor
+    the bytes of each tensor, with a mark (1 byte) after every :data:`SEGMENT` of them: more follows, or none ever will
 
+So what an ended epoch has left to send is given up in the middle, and the connection goes on with the next frame.
 Numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import struct
+from collections import deque
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,11 +25,16 @@ from ..errors import ProtocolError
 
 #: Bytes of the block with which every frame starts.
 HEAD = 256
-_PREFIX = struct.Struct("<BBHIqq")
+_PREFIX = struct.Struct("<BBHIqqq")
 _MAX_META = 1 << 28
+#: Bytes of data between two marks.
+SEGMENT = 1 << 18
+#: Marks: the frame goes on, or ends here and is void.
+MORE, VOID = memoryview(b"\1"), memoryview(b"\0")
 
-#: Kinds of frames: data for a key; "answer when you have read everything before this"; the answer; farewell.
-DATA, FLUSH, ACK, BYE = range(4)
+#: Kinds of frames: data for a key; "answer when you have read everything before this"; the answer; "I have left this
+#: epoch and all before it", and with a sequence: "it is over".
+DATA, FLUSH, ACK, LEFT = range(4)
 #: Structures of payloads.
 NOTHING, SINGLE, TUPLE = range(3)
 _HOST, _CUDA = range(2)
@@ -45,10 +53,14 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 Payload = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
-def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
-    """The pieces of a data frame, in order.
+#: A frame as it is sent: what is written without a break, once it is begun.
+Segments = deque[list[memoryview]]
 
-    Contiguous host tensors are not copied: the pieces share (and keep) their memory.
+
+def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segments:
+    """A data frame.
+
+    Contiguous host tensors are not copied: the frame shares (and keeps) their memory.
 
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
@@ -61,7 +73,20 @@ def encode(key: bytes, sequence: int, payload: Payload) -> list[memoryview]:
         words += (_CODES[tensor.dtype], _CUDA if tensor.is_cuda else _HOST, tensor.dim(), *tensor.shape)
         if data.numel():
             pieces.append(view(data))
-    return [*_head(DATA, structure, len(tensors), sequence, key, words), *pieces]
+    return _segments(_head(DATA, structure, len(tensors), sequence, epoch, key, words), pieces)
+
+
+def _segments(head: memoryview, pieces: Sequence[memoryview]) -> Segments:
+    current, left = [head], SEGMENT
+    found: Segments = deque([current])
+    for piece in pieces:
+        while piece.nbytes:
+            if not left:
+                current, left = [MORE], SEGMENT
+                found.append(current)
+            current.append(piece[:left])
+            left, piece = left - current[-1].nbytes, piece[left:]
+    return found
 
 
 def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
@@ -74,17 +99,19 @@ def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
     raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__} of others")
 
 
-def control(kind: int, sequence: int = 0) -> memoryview:
+def control(kind: int, sequence: int = 0, epoch: int = 0) -> Segments:
     """A frame without data."""
-    return _head(kind, NOTHING, 0, sequence, b"", [])[0]
+    return deque([[_head(kind, NOTHING, 0, sequence, epoch, b"", [])]])
 
 
-def _head(kind: int, structure: int, tensors: int, sequence: int, key: bytes, words: list[int]) -> list[memoryview]:
+def _head(
+    kind: int, structure: int, tensors: int, sequence: int, epoch: int, key: bytes, words: list[int]
+) -> memoryview:
     meta = key + struct.pack(f"<{len(words)}q", *words)
-    prefix = _PREFIX.pack(kind, structure, len(key), tensors, sequence, len(meta))
+    prefix = _PREFIX.pack(kind, structure, len(key), tensors, sequence, epoch, len(meta))
     if len(prefix) + len(meta) <= HEAD:
-        return [memoryview((prefix + meta).ljust(HEAD, b"\0"))]
-    return [memoryview(prefix.ljust(HEAD, b"\0") + meta)]
+        return memoryview((prefix + meta).ljust(HEAD, b"\0"))
+    return memoryview(prefix.ljust(HEAD, b"\0") + meta)
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
@@ -121,9 +148,10 @@ class FrameHead:
     """A parsed block.
 
     Attributes:
-        kind: ``DATA``, ``FLUSH``, ``ACK`` or ``BYE``.
+        kind: ``DATA``, ``FLUSH``, ``ACK`` or ``LEFT``.
         structure: ``NOTHING``, ``SINGLE`` or ``TUPLE``.
         sequence: number of the message for its key, of the question or of the answer.
+        epoch: that the message belongs to, or that was left.
         extension: bytes of the extension that follows; 0 if none.
         meta: key and words, unless they are in the extension.
         key_length: bytes of the key.
@@ -133,20 +161,21 @@ class FrameHead:
     kind: int
     structure: int
     sequence: int
+    epoch: int
     extension: int
     meta: bytes
     key_length: int
     tensors: int
 
 
-def decode_head(block: bytearray) -> FrameHead:
+def decode_head(block: bytearray | memoryview) -> FrameHead:
     """Parse a block; raises ``ProtocolError`` if it is none."""
-    kind, structure, key_length, tensors, sequence, length = _PREFIX.unpack_from(block)
-    if not (DATA <= kind <= BYE and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
+    kind, structure, key_length, tensors, sequence, epoch, length = _PREFIX.unpack_from(block)
+    if not (DATA <= kind <= LEFT and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
         raise ProtocolError(f"not a message header: {bytes(block[: _PREFIX.size]).hex()}")
     inline = _PREFIX.size + length <= HEAD
     meta = bytes(block[_PREFIX.size : _PREFIX.size + length]) if inline else b""
-    return FrameHead(kind, structure, sequence, 0 if inline else length, meta, key_length, tensors)
+    return FrameHead(kind, structure, sequence, epoch, 0 if inline else length, meta, key_length, tensors)
 
 
 def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
@@ -167,6 +196,28 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
             size *= extent
         tensors.append(WireTensor(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
     return key, tensors
+
+
+@dataclass(frozen=True)
+class PeerMessage:
+    """A message that has arrived.
+
+    Attributes:
+        source: the member that sent it.
+        sequence: its number, as the sender gave it.
+        structure, tensors: see above.
+        arrival: ``time.monotonic()`` when its last byte was there.
+    """
+
+    source: str
+    sequence: int
+    structure: int
+    tensors: list[WireTensor]
+    arrival: float
+
+    def payload(self) -> Payload:
+        """What was sent. CUDA copies happen here: call it in the main thread."""
+        return assemble(self.structure, self.tensors)
 
 
 def assemble(structure: int, received: list[WireTensor]) -> Payload:

@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from ..topology.plan import Plan
-from .registry.records import LayoutRecord, PeerAddress, StoreRecord, SuspicionRecord, WorkerState
+from .registry.records import LayoutRecord, PeerAddress, SuspicionRecord, WorkerState
 
 
 class Message(BaseModel):
@@ -104,8 +104,8 @@ class ExitNotice(Message):
     step: int | None = None
 
 
-ToWorker = PlanPush | StoreRecord | Peers | Contact
-ToAgent = LayoutRecord | WorkerState | StoreRecord | SuspicionRecord | Heartbeat | EventReport | ExitNotice
+ToWorker = PlanPush | Peers | Contact
+ToAgent = LayoutRecord | WorkerState | SuspicionRecord | Heartbeat | EventReport | ExitNotice
 
 _TO_WORKER: TypeAdapter[ToWorker] = TypeAdapter(Annotated[ToWorker, Field(discriminator="type")])
 _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discriminator="type")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
@@ -12,7 +12,7 @@ from .block_costs import BlockCosts
 from .memory import StageMemory
 from .roles import Layout, Role
 
-SCHEMA = 3
+SCHEMA = 4
 #: Generation of a job whose workers have not been started yet.
 UNSTARTED = -1
 
@@ -46,7 +46,6 @@ class Plan:
         epoch: number of the plan; every change of plan is a new epoch.
         owners: owner of every role, indexed by the role's rank.
         members: living members that take part in this epoch, in the order of their slots.
-        store_host: the member whose worker hosts the epoch's ``TCPStore``.
         layout: the logical world; ``None`` until the engines have reported it.
         shadows: shadow of every role, indexed by rank; ``None`` where a role has no replica.
         lost: members that this plan removed from the one before it.
@@ -59,6 +58,8 @@ class Plan:
         memory: by stage what its roles take; empty where no worker has told.
         unshadowed: ranks of roles that have no shadow since no member may hold so much.
         crowded: members that have to hold more than they may, since all others would as well.
+        places: for every one of ``members``, where others reach its worker: address, port and token, with blanks
+            between. Empty in plans that no leader has written.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
         immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
@@ -73,7 +74,6 @@ class Plan:
     epoch: int
     owners: tuple[str, ...]
     members: tuple[str, ...]
-    store_host: str
     layout: Layout | None = None
     shadows: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
@@ -85,6 +85,7 @@ class Plan:
     memory: tuple[StageMemory, ...] = ()
     unshadowed: tuple[int, ...] = ()
     crowded: tuple[str, ...] = ()
+    places: tuple[str, ...] = field(default=(), repr=False)
     homes: tuple[int, ...] = ()
     immediate: bool = True
     origin: str = ""

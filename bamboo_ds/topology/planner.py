@@ -63,7 +63,7 @@ def initial_plan(members: Sequence[str]) -> Plan:
     if len(set(owners)) != len(owners):
         raise ConfigError(f"member ids must be unique, got {', '.join(owners)}: give each slot its own id")
     homes = tuple(range(len(owners)))
-    return Plan(epoch=1, owners=owners, members=owners, store_host=owners[0], homes=homes)
+    return Plan(epoch=1, owners=owners, members=owners, homes=homes)
 
 
 def with_redundancy(
@@ -178,15 +178,11 @@ def takeover(
     crowded: tuple[str, ...] = ()
     if plan.layout is not None:
         crowded = Room(plan, [facts[member] for member in survivors]).crowded(owners, shadows)
-    host = plan.store_host
-    if host not in alive:
-        host = next((owner for owner in owners if owner in alive), host)
     return replace(
         plan,
         epoch=plan.epoch + 1,
         owners=tuple(owners),
         members=survivors,
-        store_host=host,
         shadows=tuple(shadows) if plan.shadows else (),
         lost=tuple(m for m in plan.members if m in lost),
         unheld=tuple(unheld),
@@ -341,7 +337,6 @@ class _Targets:
             epoch=previous.epoch + 1,
             owners=owners,
             members=tuple(member.id for member in roster.usable),
-            store_host=previous.store_host if previous.store_host in roster.order else owners[0],
             shadows=shadows,
             lost=(),
             learners=(),

@@ -75,7 +75,6 @@ def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate
         shadows=shadows,
         members=tuple(members),
         homes=tuple(homes[member] for member in members),
-        store_host=previous.store_host if previous.store_host in members else next(o for o in owners if o in members),
         unheld=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unheld)),
         unshadowed=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unshadowed)),
         crowded=tuple(member for member in members if any(member in each.crowded for each in plans)),

@@ -11,17 +11,17 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, Peers, PlanPush, parse_to_worker
+from ..comm.places import Listener
+from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, PlanPush, parse_to_worker
 from ..control.registry.records import (
     LayoutRecord,
     PeerAddress,
-    StoreRecord,
     SuspicionRecord,
     WorkerRecord,
     WorkerState,
 )
 from ..control.wire import LineSocket
-from ..errors import EpochChanged, Isolated
+from ..errors import Isolated
 from ..forking import only_here
 from ..job_settings import JobSettings
 from ..observe.ring import SpanRing
@@ -34,6 +34,7 @@ from ..variables import (
     ENV_FD,
     ENV_JOB,
     ENV_JOINER,
+    ENV_LISTENER,
     ENV_MEMBER,
     ENV_RESTART_FROM,
     ENV_SETTINGS,
@@ -48,7 +49,7 @@ _FLUSH_DEADLINE_S = 1.0
 
 
 class WorkerChannel:
-    """Receives plans and store addresses, sends reports and heartbeats.
+    """Receives plans, sends reports and heartbeats.
 
     One thread, ``bamboo-channel``, reads and sends heartbeats; nothing here ever blocks on the agent,
     so a stopped agent cannot stop training. All methods may be called from any thread.
@@ -62,6 +63,7 @@ class WorkerChannel:
         joiner: the job was running already when this worker was started.
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
         secret: the job's.
+        listener: where other workers reach this one; ``None``: nowhere yet.
         settings: the job's.
         goes_by: what this worker goes by, which is told with its layout where the job's record is open.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
@@ -82,6 +84,7 @@ class WorkerChannel:
         joiner: bool = False,
         restart_from: str | None = None,
         secret: JobSecret = NONE,
+        listener: Listener | None = None,
         settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
         spans: SpanRing | None = None,
     ) -> None:
@@ -93,6 +96,7 @@ class WorkerChannel:
         self.joiner = joiner
         self.restart_from = restart_from
         self.secret = secret
+        self.listener = listener
         self.settings, self.goes_by = settings, settings.values
         self.spans = spans
         self.ahead = 0
@@ -100,7 +104,6 @@ class WorkerChannel:
         self._wire = LineSocket(only_here(sock))
         self._changed = threading.Condition()
         self._plan: Plan | None = None
-        self._stores: dict[int, tuple[str, int]] = {}
         self._peers: tuple[PeerAddress, ...] = ()
         self.contact: Contact | None = None
         self._layout: LayoutRecord | None = None
@@ -140,6 +143,7 @@ class WorkerChannel:
             joiner=bool(os.environ.get(ENV_JOINER)),
             restart_from=os.environ.get(ENV_RESTART_FROM),
             secret=taken(os.environ),
+            listener=Listener.inherited(os.environ.pop(ENV_LISTENER)),
             settings=JobSettings.model_validate_json(os.environ.pop(ENV_SETTINGS, "{}")),
             spans=SpanRing.inherited(os.environ),
         )
@@ -179,7 +183,7 @@ class WorkerChannel:
             self._thread.join()
         self._wire.close()
 
-    # -- plans and stores ---------------------------------------------------------------------------
+    # -- plans --------------------------------------------------------------------------------------
 
     @property
     def newest_plan(self) -> Plan | None:
@@ -201,36 +205,14 @@ class WorkerChannel:
             return self._plan
 
     def boundary(self) -> int:
-        """Epoch of the newest plan if everything is known that is needed to enter it, else 0."""
-        with self._changed:
-            plan = self._plan
-            return plan.epoch if plan is not None and (plan.immediate or plan.epoch in self._stores) else 0
+        """Epoch of the newest plan, which this member can enter at the next boundary; 0 if there is none."""
+        plan = self._plan
+        return 0 if plan is None else plan.epoch
 
     def await_boundary(self, after_epoch: int, timeout_s: float) -> None:
         """Wait until a plan with an epoch above ``after_epoch`` could be entered, for at most ``timeout_s`` seconds."""
         with self._changed:
             self._changed.wait_for(lambda: self.boundary() > after_epoch or self._gone or self._closing, timeout_s)
-
-    def wait_store(self, epoch: int, timeout_s: float) -> tuple[str, int]:
-        """Wait for host and port of the ``TCPStore`` of ``epoch``.
-
-        Raises :class:`EpochChanged` as soon as a plan newer than ``epoch`` is known, ``TimeoutError``
-        after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
-        """
-
-        def superseded() -> bool:
-            return self._plan is not None and self._plan.epoch > epoch
-
-        with self._changed:
-            self._wait(
-                lambda: superseded() or epoch in self._stores,
-                timeout_s,
-                f"nobody published the TCPStore of epoch {epoch}",
-            )
-            if superseded():
-                assert self._plan is not None
-                raise EpochChanged(f"epoch {epoch} ended: the newest plan is {self._plan.epoch}")
-            return self._stores[epoch]
 
     def wait_peers(self, timeout_s: float) -> tuple[PeerAddress, ...]:
         """Where a worker that is not admitted yet can ask what the job has done; waits until somebody is known.
@@ -240,15 +222,6 @@ class WorkerChannel:
         with self._changed:
             self._wait(lambda: bool(self._peers), timeout_s, "no worker of the job is known")
             return self._peers
-
-    def publish_store(self, epoch: int, host: str, port: int) -> None:
-        """Tell all members that this worker hosts the ``TCPStore`` of ``epoch``, once."""
-        with self._changed:
-            if self._stores.get(epoch) == (host, port):
-                return
-            self._stores[epoch] = (host, port)
-            self._changed.notify_all()
-        self._send(StoreRecord(epoch=epoch, host=host, port=port))
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Wait under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
@@ -313,10 +286,11 @@ class WorkerChannel:
         self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **added, **fields}))
 
     def progress(self, step: int, checkpoint: str | None = None) -> None:
-        """Note the newest committed step and complete checkpoint; sent with the next heartbeat."""
-        self._progress = Heartbeat(
-            step=step, global_step=step + self.ahead, checkpoint=checkpoint or self._progress.checkpoint
-        )
+        """Note the newest committed step, sent with the next heartbeat, or complete checkpoint, sent at once."""
+        before = self._progress.checkpoint
+        self._progress = Heartbeat(step=step, global_step=step + self.ahead, checkpoint=checkpoint or before)
+        if self._progress.checkpoint != before:
+            self._send(self._heartbeat())
 
     def exit_notice(self, reason: str, failed: bool = False, done: bool = False, code: int = 1) -> None:
         """Tell the agent why this worker is about to end; see :class:`~bamboo_ds.control.messages.ExitNotice`."""
@@ -384,13 +358,9 @@ class WorkerChannel:
                     self._changed.notify_all()
         elif isinstance(message, Contact):
             self.contact = message
-        elif isinstance(message, Peers):
-            with self._changed:
-                self._peers = message.peers
-                self._changed.notify_all()
         else:
             with self._changed:
-                self._stores[message.epoch] = (message.host, message.port)
+                self._peers = message.peers
                 self._changed.notify_all()
 
     def _send(self, message: Message | WorkerRecord) -> None:

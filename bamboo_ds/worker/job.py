@@ -49,6 +49,7 @@ class Job:
             awaited=self._tell_awaited,
             tell_after_s=self.settings.recovery.plan_timeout_s,
             secret=channel.secret,
+            listener=channel.listener,
         )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] = lambda: None
@@ -127,6 +128,7 @@ class Job:
         self.exit.watch()
         if not self.channel.joiner:
             self.enter(self.channel.wait_plan(0, self._start_timeout_s))
+            self.session.meet()
         with self.exit.unhooked():
             init_process_group(self.session, self.channel.rank, self.channel.world_size)
 
@@ -138,7 +140,6 @@ class Job:
             Evicted: ``plan`` does not list this member.
             Left: nor does it name it as lost: the member had been told to leave, and others have what it had.
             FatalLoss: a role of ``plan`` has no living holder.
-            Isolated: nobody said where its members meet.
         """
         if self.channel.member not in plan.members and self.channel.member not in plan.lost:
             self.exit.left = True
@@ -156,35 +157,12 @@ class Job:
             self._failures.clear()
         epoch = plan.epoch
         logs.set_context(epoch=epoch)
-        self._host_store(plan)
-        host, port = self._store_of(plan)
-        self.session.attach(plan, (host, port))
+        self.session.attach(plan)
         newest = self.channel.newest_plan
         if newest is not None and newest.epoch > epoch:
             # Its arrival may have found us between two epochs.
             self.session.abort(f"plan of epoch {newest.epoch} arrived", epoch=newest.epoch - 1)
             raise EpochChanged(f"epoch {epoch} ended while it was entered")
-
-    def _host_store(self, plan: Plan) -> None:
-        if plan.store_host == self.channel.member and not plan.unheld:
-            port = self.session.host_store(plan)
-            self.channel.publish_store(plan.epoch, self.channel.address, port)
-
-    def _store_of(self, plan: Plan) -> tuple[str, int]:
-        """Where the ``TCPStore`` of ``plan``'s epoch is."""
-        setting, timeout_s = "bamboo.recovery.plan_timeout_s", self.settings.recovery.plan_timeout_s
-        error_type: type[Exception] = Isolated
-        if not self.session.epoch:
-            # Its script may be far from creating the process groups: it prepares the data of all, say.
-            setting, timeout_s = "the timeout of init_distributed", self._start_timeout_s
-            error_type = TimeoutError
-        try:
-            return self.channel.wait_store(plan.epoch, timeout_s)
-        except TimeoutError as error:
-            raise error_type(
-                f"member {plan.store_host} has not said within {setting} = {timeout_s} s where those of epoch "
-                f"{plan.epoch} meet. Check that etcd is reachable from the agents"
-            ) from error
 
     @property
     def _start_timeout_s(self) -> float:
@@ -302,9 +280,6 @@ class Job:
                 self.lost_at = time.monotonic()
             # Also if it is about to be attached.
             self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
-        # Others may enter long before the script of this member calls again. Of a plan for the next boundary all know
-        # the store's address by then, so that entering the epoch does not depend on etcd.
-        self._host_store(plan)
 
     def _peer_failed(self, member: str | None, reason: str) -> None:
         with self._lock:
@@ -323,8 +298,7 @@ class Job:
             ", ".join(members),
             seconds,
         )
-        if plan.store_host == self.channel.member:  # one word for all
-            self.channel.event("members_awaited", epoch=plan.epoch, members=list(members), seconds=seconds)
+        self.channel.event("members_awaited", epoch=plan.epoch, members=list(members), seconds=seconds)
 
     def _agent_gone(self) -> None:
         # Without its agent a worker has no lease: others take its roles over. It must not go on.

@@ -68,15 +68,16 @@ class Member:
         self.transport: Any = None
         self.lanes: dict[str, Any] = {}
 
-    def host(self, plan: Any) -> int:
-        return self.session.host_store(plan)
+    def place(self) -> str:
+        return self.session.place
 
-    def attach(self, plan: Any, address: tuple[str, int]) -> float:
+    def attach(self, plan: Any) -> float:
         if self.transport is not None:
             self.transport.close()
             self.transport = None
         start = time.monotonic()
-        self.session.attach(plan, address)
+        self.session.attach(plan)
+        self.session.meet()
         return time.monotonic() - start
 
     def init(self, rank: int, world: int) -> None:
@@ -298,22 +299,26 @@ class Cluster:
         self.address = address
         self.names = tuple(f"m{index}" for index in range(size))
         self.members = {name: Remote(name, address) for name in self.names}
-        self.plan = Plan(epoch=0, owners=self.names, members=self.names, store_host=self.names[0])
+        self.places: dict[str, str] = {}
+        self.plan = Plan(epoch=0, owners=self.names, members=self.names)
 
     def __getitem__(self, index: int) -> Remote:
         return self.members[self.names[index]]
 
     def next_plan(self, **changes: Any) -> Any:
         """The next epoch's plan; by default as the current one."""
-        self.plan = replace(self.plan, epoch=self.plan.epoch + 1, **changes)
+        plan = replace(self.plan, epoch=self.plan.epoch + 1, **changes)
+        for name in plan.members:
+            if name not in self.places:
+                self.places[name] = self.members[name].run("place")
+        self.plan = replace(plan, places=tuple(self.places[name] for name in plan.members))
         return self.plan
 
     def attach(self, **changes: Any) -> list[float]:
         """Take all members of the next plan into its epoch; returns their seconds."""
         plan = self.next_plan(**changes)
-        port = self.members[plan.store_host].run("host", plan)
         for name in plan.members:
-            self.members[name].start("attach", plan, (self.address, port))
+            self.members[name].start("attach", plan)
         return [self.members[name].finish() for name in plan.members]
 
     def everybody(self, command: str, arguments: Callable[[int], tuple[Any, ...]] = lambda _: ()) -> list[Any]:
@@ -326,6 +331,7 @@ class Cluster:
         """Start a new process in place of a killed member."""
         name = self.names[index]
         self.members[name] = Remote(name, self.address)
+        self.places.pop(name)
 
     def close(self) -> None:
         """End all members cleanly; fails if one does not end with exit code 0."""

@@ -59,9 +59,6 @@ words = line.makefile("r")
 assert words.readline() == "go\n"
 channel.start(on_plan, on_closed)
 plan = channel.wait_plan(0, 60)
-if plan.store_host == channel.member:
-    channel.publish_store(plan.epoch, channel.address, 4711)
-tell("store", address=channel.wait_store(plan.epoch, 60))
 
 for text in words:
     word, *rest = text.split()

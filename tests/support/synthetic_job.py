@@ -183,7 +183,6 @@ class SyntheticJob:
             epoch=self._epoch,
             owners=tuple(self.owners),
             members=tuple(self.members),
-            store_host=self.members[0],
             layout=Layout(self.pipelines, self.stages, sharded=True, blocks=(BLOCKS,) * self.stages),
             shadows=tuple(self.shadows),
             lent=tuple(Lent(rank, behind, "front") for rank, _, behind in self.lent),

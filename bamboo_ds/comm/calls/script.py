@@ -275,7 +275,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._passed = [(tensor, tensor.detach().clone()) for tensor in changed]
         self._epoch: Epoch | None = None
         self._work: Any = None
-        self._others: tuple[str, ...] = ()
+        self._members: tuple[str, ...] = ()
         self._computed = self._settled = False
 
     def start(self) -> None:
@@ -295,9 +295,9 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     def _issue(self, epoch: Epoch) -> None:
         handle, collective = self._handle, self._collective
         group = surviving(epoch.plan, handle.ranks, self._script.absent)
-        self._others = tuple(member for member in group.members if member != epoch.member)
+        self._members = group.members if group.members != (epoch.member,) else ()
         self._script.note(epoch.plan, handle, collective, self._arguments[-1], group)
-        if self._others and collective.shape == "barrier":
+        if self._members and collective.shape == "barrier":
             return  # the meeting is one
         arguments = (*self._arguments[:-1], _copied(self._arguments[-1]))
         key = f"script/{handle.key}"
@@ -317,10 +317,10 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
                 if self._work is not None:
                     self._work.wait(timeout)
                 self._computed = True
-            if self._others:
+            if self._members:
                 key = f"script/{self.key}/{self.number}".encode()
                 limit = timeout if timeout != NO_TIMEOUT else self._handle.timeout
-                self._epoch.links.meet(self._collective.name, key, self._others, limit)
+                self._epoch.links.meet(self._collective.name, key, self._members, limit)
         self.over = True
         self._epoch = self._work = None
         self._passed.clear()

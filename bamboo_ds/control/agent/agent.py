@@ -18,15 +18,17 @@ from typing import TYPE_CHECKING
 
 from pydantic import ValidationError
 
+from ...comm.places import Listener
 from ...observe import logs
 from ...observe.events import EventWriter
 from ...processes import end_descendants
 from ...topology.plan import Plan
+from ...variables import ENV_LISTENER
 from ..loop import AgentLoop
 from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, parse_to_agent
 from ..notices import Notice
 from ..registry.keys import Keys, new_member_id
-from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopRecord, StoreRecord, WorkerRecord
+from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopRecord, WorkerRecord
 from ..reporting import forward, tell_failure
 from ..settings import AgentSettings
 from .command import observed, worker_environment
@@ -85,9 +87,16 @@ class Agent:
         if threading.active_count() > 1:
             names = ", ".join(thread.name for thread in threading.enumerate())
             logger.warning("threads run before the worker is started (%s): what is forked beside them may hang", names)
-        self._worker = WorkerProcess(
-            observed(settings.command), environment, self._output.stdout, self._output.stderr, self._timeline.fds
-        )
+        listener = Listener.open(settings.address)
+        self._place = str(listener.place)
+        with listener.socket:
+            self._worker = WorkerProcess(
+                observed(settings.command),
+                {**environment, ENV_LISTENER: listener.handed_on()},
+                self._output.stdout,
+                self._output.stderr,
+                [listener.socket.fileno(), *self._timeline.fds],
+            )
         logs.set_context(member=self._id)
         logs.begin_files()
         self._output.start(self._id, self._worker.pid)
@@ -135,7 +144,6 @@ class Agent:
 
         callbacks = Callbacks(
             on_plan=self.on_plan,
-            on_store=self.on_store,
             on_peers=self.on_peers,
             on_stop=lambda stop: self._mailbox.post(lambda: self._obey(self._slot.note_stop(stop))),
             on_leave=lambda record: self._mailbox.post(
@@ -151,6 +159,7 @@ class Agent:
             self._settings,
             self._id,
             self._worker.pid,
+            self._place,
             self._events,
             callbacks,
             self._loop,
@@ -164,12 +173,6 @@ class Agent:
         """Hand a plan to the worker; from this thread, because every millisecond of a takeover counts."""
         self._worker.send(PlanPush(plan=plan))
         self._mailbox.post(partial(self._note_plan, plan))
-
-    def on_store(self, record: StoreRecord) -> None:
-        """Hand the address of an epoch's ``TCPStore`` to the worker."""
-        self._worker.send(record)
-        if self._worker.wire.backlog:
-            self._mailbox.post(lambda: None)  # the main thread writes the rest
 
     def on_peers(self, peers: tuple[PeerAddress, ...]) -> None:
         """Hand to a worker that waits to be admitted where it can learn what the job has done."""

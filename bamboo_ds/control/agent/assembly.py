@@ -30,6 +30,7 @@ def make_coordinator(
     settings: AgentSettings,
     member: str,
     pid: int,
+    place: str,
     events: EventWriter,
     callbacks: Callbacks,
     loop: AgentLoop,
@@ -41,9 +42,10 @@ def make_coordinator(
 
     Args:
         pid: process id of the worker, or of the agent if that waits for the job's restart.
+        place: where the worker is reached by others.
         loop: serves the page.
     """
-    record = member_record(settings, member, pid)
+    record = member_record(settings, member, pid, place)
     store = open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
     coordinator = Coordinator(
         store,
@@ -68,8 +70,8 @@ def outage_s(settings: AgentSettings) -> float:
     return max(membership.rejoin_s if settings.waiting else _JOINING_S, 3 * membership.lease_ttl_s)
 
 
-def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecord:
-    """What ``member`` registers as; ``pid`` as above."""
+def member_record(settings: AgentSettings, member: str, pid: int, place: str) -> MemberRecord:
+    """What ``member`` registers as; ``pid`` and ``place`` as above."""
     return MemberRecord(
         id=member,
         slot=settings.slot,
@@ -87,4 +89,5 @@ def member_record(settings: AgentSettings, member: str, pid: int) -> MemberRecor
         state="waiting" if settings.waiting else "running",
         generation=None if settings.joins or settings.waiting else settings.generation or 0,
         events=settings.events,
+        place=place,
     )

@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from ...job_settings import JobSettings
 from ...topology.plan import Plan
 from ..messages import Contact
-from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord, StoreRecord
+from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord
 
 T = TypeVar("T")
 
@@ -20,7 +20,6 @@ class Callbacks:
 
     Attributes:
         on_plan: a plan with a newer epoch.
-        on_store: where the ``TCPStore`` of an epoch listens.
         on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
@@ -33,7 +32,6 @@ class Callbacks:
     """
 
     on_plan: Callable[[Plan], None]
-    on_store: Callable[[StoreRecord], None]
     on_peers: Callable[[tuple[PeerAddress, ...]], None]
     on_stop: Callable[[StopRecord], None]
     on_error: Callable[[BaseException], None]

@@ -30,7 +30,6 @@ from ..registry.records import (
     PeerAddress,
     Record,
     StopRecord,
-    StoreRecord,
     TimingRecord,
 )
 from ..web.display import JobPage
@@ -253,8 +252,6 @@ class Coordinator:
         if self._membership.standing is Standing.LOOKING:
             self._membership.note_found()
             self._keep_lease()
-        for key in snapshot.entries:
-            self._announce_store(mirror, key)
         return mirror
 
     def _keep_lease(self) -> None:
@@ -290,8 +287,6 @@ class Coordinator:
                 return
             if plan is not None and self._membership.joins:
                 self._push(plan)  # each of them: it may be listed by one, and lost by the next
-            if event.kind == "put":
-                self._announce_store(mirror, event.key)
 
         self._inbox.post(apply)
 
@@ -302,12 +297,6 @@ class Coordinator:
             self._mirror = None
 
         self._inbox.post(start_again)
-
-    def _announce_store(self, mirror: Mirror, key: str) -> None:
-        if key.startswith(Keys.EPOCHS) and key.endswith("/store"):
-            record = mirror.get(key, StoreRecord)
-            if record is not None:
-                self._callbacks.on_store(record)
 
     def _work(self, mirror: Mirror) -> float | None:
         """As :meth:`_turn`, with what etcd holds."""

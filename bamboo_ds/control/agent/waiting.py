@@ -51,7 +51,9 @@ class WaitingAgent:
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
         with EventWriter(self._settings.events) as events:
-            coordinator = make_coordinator(self._settings, self._id, os.getpid(), events, self.callbacks(), AgentLoop())
+            coordinator = make_coordinator(
+                self._settings, self._id, os.getpid(), "", events, self.callbacks(), AgentLoop()
+            )
             coordinator.start()
             while self._slot.state is State.WAITING and not self._ended:
                 self._mailbox.handle_next()
@@ -75,7 +77,6 @@ class WaitingAgent:
         post, slot = self._mailbox.post, self._slot
         return Callbacks(
             on_plan=lambda plan: post(partial(slot.note_plan_without, plan)),
-            on_store=lambda record: None,
             on_peers=lambda peers: None,
             on_stop=lambda stop: post(partial(slot.note_stop, stop)),
             on_error=lambda error: post(partial(slot.note_error, error)),

@@ -241,7 +241,7 @@ class Leader:
     # -- writing --------------------------------------------------------------------------------------
 
     def _write(self, action: WritePlan, mirror: Mirror) -> None:
-        new_plan = replace(action.plan, nonce=secrets.token_hex(8))
+        new_plan = replace(action.plan, places=_places(action.plan, mirror), nonce=secrets.token_hex(8))
         if not new_plan.origin:
             new_plan = replace(new_plan, origin=new_plan.nonce)
         if mirror.plan is None or (mirror.plan.layout is None and new_plan.layout is not None):
@@ -405,3 +405,10 @@ def _loss_line(events: Iterable[Event]) -> str:
 
 def _earliest(*times: float | None) -> float | None:
     return min((time for time in times if time is not None), default=None)
+
+
+def _places(plan: Plan, mirror: Mirror) -> tuple[str, ...]:
+    """Where the workers of the members of ``plan`` are reached."""
+    known, before = mirror.known, mirror.plan
+    places = {} if before is None else dict(zip(before.members, before.places, strict=False))
+    return tuple(known[m].place if m in known else places.get(m, "") for m in plan.members)

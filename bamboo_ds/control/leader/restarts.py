@@ -71,7 +71,6 @@ def unstarted_plan(world_size: int, fence_s: float | None) -> Plan:
         epoch=0,
         owners=("",) * world_size,
         members=(),
-        store_host="",
         unheld=tuple(range(world_size)),
         origin=nonce,
         generation=UNSTARTED,

@@ -80,11 +80,6 @@ class Keys:
         return f"{cls.HEALTH}{member}"
 
     @classmethod
-    def store(cls, epoch: int) -> str:
-        """Key of a :class:`~.records.StoreRecord`."""
-        return f"{cls.EPOCHS}{epoch}/store"
-
-    @classmethod
     def timing(cls, epoch: int) -> str:
         """Key of a :class:`~.records.TimingRecord`."""
         return f"{cls.EPOCHS}{epoch}/timing"

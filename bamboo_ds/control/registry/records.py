@@ -101,6 +101,7 @@ class MemberRecord(Record):
         generation: the restart (0: the first start) that the worker is part of from the beginning; ``None``: it
             joins what is running, or has no worker.
         events: the file on ``host`` that its agent writes events to.
+        place: where its worker is reached by others, as plans have it.
     """
 
     id: str
@@ -120,6 +121,7 @@ class MemberRecord(Record):
     state: Literal["running", "leaving", "waiting"] = "running"
     generation: int | None = 0
     events: str | None = None
+    place: str = Field(default="", repr=False)
 
 
 class RestartRecord(Record):
@@ -316,20 +318,6 @@ class TimingRecord(Record):
     epoch: int
     detection_s: float | None
     plan_s: float
-
-
-class StoreRecord(WorkerRecord):
-    """``epochs/<e>/store``: where the ``TCPStore`` of an epoch listens. Agents pass it on to their workers."""
-
-    type: Literal["store"] = "store"
-    epoch: int
-    host: str
-    port: int
-
-    @property
-    def key(self) -> str:
-        """Where it is stored."""
-        return Keys.store(self.epoch)
 
 
 class ProgressRecord(Record):

@@ -1,0 +1,225 @@
+"""One connection to another worker: frames that go out, and frames that arrive. It outlives epochs.
+
+Point-to-point traffic does not use gloo: a gloo send or receive that is in the middle of its data when the
+connection ends is never woken, neither by the end nor by a shutdown (its ``Pair::signalException`` passes over
+the operations in ``tx_`` and ``rx_``).
+"""
+
+from __future__ import annotations
+
+import logging
+import select
+import socket
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+from . import sockets, wire
+
+logger = logging.getLogger(__name__)
+
+#: The kernel takes at most so many pieces in one call.
+_PIECES = 512
+#: Bytes that are made ready for the kernel, and cannot be given up any more then.
+_READY = 1 << 20
+#: Bytes by which small messages are read, and that one call of :meth:`Connection.read` reads at most.
+_BUFFER, _READ_AT_MOST = 1 << 16, 1 << 22
+
+Deliver = Callable[["Connection", wire.FrameHead, bytes, list[wire.WireTensor]], None]
+
+
+class _Outgoing(NamedTuple):
+    """A frame, or what of it is not ready yet."""
+
+    epoch: int
+    segments: wire.Segments
+
+
+class Connection:
+    """A TCP connection to ``member``. Nothing here waits for the other end.
+
+    Args:
+        member: at the other end.
+        sock: not blocking.
+        deliver: takes every frame that arrives, with its key and what it carries.
+        watch: called whenever :attr:`interest` changes.
+
+    Attributes:
+        open: both ends have proven who they are; frames wait until then.
+        ended: no frame goes out or comes in any more.
+        driven: a thread that waits reads, and not the loop.
+        reading: held by the thread that reads, or ends the connection.
+        sent: frames given to :meth:`send`.
+        written: those of them that the kernel has taken, or that were given up.
+        asked, confirmed: those that it was asked about, and that the other end has said it has read.
+    """
+
+    def __init__(self, member: str, sock: socket.socket, deliver: Deliver, watch: Callable[[Connection], None]) -> None:
+        self.member, self.socket = member, sock
+        self.open = self.ended = self.driven = False
+        self.asked = 0
+        self.reading = threading.Lock()
+        self.sent = self.written = self.confirmed = 0
+        self._deliver, self._watch = deliver, watch
+        self._sending = threading.Lock()  # guards what follows
+        self._queue: deque[_Outgoing] = deque()
+        self._begun: _Outgoing | None = None  # whose first segments are ready, or out
+        self._ready: deque[memoryview] = deque()
+        self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
+        self._ends: deque[int] = deque()  # where in them frames end that are not out
+        self._blocked = False  # the kernel takes nothing now
+        self._buffer = memoryview(bytearray(_BUFFER))
+        self._first = self._last = 0  # of what is in the buffer
+        self._parser = self._parse()
+        self._target = next(self._parser)
+
+    @property
+    def interest(self) -> int:
+        """What the loop is to look for, as ``select.epoll`` has it."""
+        return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
+
+    # -- sending -----------------------------------------------------------------------------------------
+    def send(self, epoch: int, frame: wire.Segments) -> int:
+        """Send a frame as far as the kernel takes it now, and keep the rest; returns its number."""
+        with self._sending:
+            self.sent += 1
+            number = self.sent
+            self._queue.append(_Outgoing(epoch, frame))
+            if self.open and not self._blocked:
+                self._write()
+        return number
+
+    def flush(self) -> None:
+        """Go on sending."""
+        with self._sending:
+            self._write()
+
+    def give_up(self, epoch: int) -> None:
+        """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one."""
+        with self._sending:
+            if self._begun is not None and self._begun.epoch <= epoch:
+                self._prepare([wire.VOID])
+                self._ends.append(self._prepared)
+                self._begun = None
+            kept = deque(each for each in self._queue if each.epoch > epoch)
+            self.written += len(self._queue) - len(kept)
+            self._queue = kept
+
+    def _write(self) -> None:
+        blocked = False
+        while not (self.ended or blocked) and self._prepare_some():
+            some = [self._ready[index] for index in range(min(len(self._ready), _PIECES))]
+            try:
+                count = self.socket.sendmsg(some, [], socket.MSG_NOSIGNAL)
+            except BlockingIOError:
+                blocked = True
+                break
+            except OSError as error:
+                # The connection is over. Whoever reads finds that too, after what the other end has said at last.
+                logger.info("writing to %s failed: %s", self.member, error)
+                sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
+                self._ready.clear()
+                self._queue.clear()
+                self._begun = None
+                break
+            self._note_taken(count)
+        if blocked != self._blocked:
+            self._blocked = blocked
+            self._watch(self)
+
+    def _prepare_some(self) -> bool:
+        """Have enough ready for one call of the kernel; whether there is anything."""
+        while self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
+            if self._begun is None:
+                if not self._queue:
+                    break
+                self._begun = self._queue.popleft()
+            self._prepare(self._begun.segments.popleft())
+            if not self._begun.segments:
+                self._ends.append(self._prepared)
+                self._begun = None
+        return bool(self._ready)
+
+    def _prepare(self, pieces: list[memoryview]) -> None:
+        self._ready.extend(pieces)
+        self._prepared += sum(piece.nbytes for piece in pieces)
+
+    def _note_taken(self, count: int) -> None:
+        self._taken += count
+        while self._ends and self._ends[0] <= self._taken:
+            self._ends.popleft()
+            self.written += 1
+        while count:
+            piece = self._ready.popleft()
+            if count < piece.nbytes:
+                self._ready.appendleft(piece[count:])
+            count -= min(count, piece.nbytes)
+
+    # -- reading -----------------------------------------------------------------------------------------
+    def read(self) -> None:
+        """Take what has arrived, or some MiB of it. Hold :attr:`reading`.
+
+        Raises:
+            OSError: the connection has ended.
+            Exception: the other end does not keep to the form of frames.
+        """
+        budget = _READ_AT_MOST
+        while budget > 0:
+            while len(self._target):
+                if self._first < self._last:
+                    self._take_from_buffer()
+                    continue
+                direct = len(self._target) >= _BUFFER
+                try:
+                    count = self.socket.recv_into(self._target if direct else self._buffer)
+                except BlockingIOError:
+                    return
+                if not count:
+                    raise ConnectionError("closed by the peer")
+                budget -= count
+                if direct:
+                    self._target = self._target[count:]
+                else:
+                    self._first, self._last = 0, count
+            self._target = next(self._parser)
+
+    def _take_from_buffer(self) -> None:
+        count = min(len(self._target), self._last - self._first)
+        self._target[:count] = self._buffer[self._first : self._first + count]
+        self._first, self._target = self._first + count, self._target[count:]
+
+    def _parse(self) -> Generator[memoryview, None, None]:
+        """Memory to be filled with what arrives next."""
+        block, mark = memoryview(bytearray(wire.HEAD)), memoryview(bytearray(1))
+        while True:
+            yield block
+            head = wire.decode_head(block)
+            meta = head.meta
+            if head.extension:
+                extension = bytearray(head.extension)
+                yield memoryview(extension)
+                meta = bytes(extension)
+            key, tensors = wire.decode_meta(head, meta)
+            left, void = wire.SEGMENT, False
+            for tensor in tensors:
+                data = wire.view(tensor.data)
+                while len(data) and not void:
+                    if not left:
+                        yield mark
+                        left, void = wire.SEGMENT, mark == wire.VOID
+                        continue
+                    yield data[:left]
+                    data, left = data[left:], left - min(left, len(data))
+            if not void:
+                self._deliver(self, head, key, tensors)
+
+    # -- the end -----------------------------------------------------------------------------------------
+    def end(self) -> None:
+        """Close it. Hold :attr:`reading`, or know that nobody reads."""
+        with self._sending:
+            self.ended = True
+            self.socket.close()
+            self._ready.clear()
+            self._queue.clear()
+            self._begun = None

@@ -1,0 +1,350 @@
+"""The connections of a worker to others, for its life: one listener, one thread, one connection per pair that talks.
+
+Connections are made when a member first has something to say, and outlive epochs. Every frame names its epoch: those of
+epochs that are over are dropped, those of epochs that this member has yet to enter wait.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import socket
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from typing import Protocol
+
+from ..forking import only_here
+from ..secret import JobSecret
+from . import sockets, wire
+from .connection import Connection
+from .handshake import Door, Handshake, calling, hosting
+from .loop import SocketLoop
+from .places import Listener, Place
+
+logger = logging.getLogger(__name__)
+
+_PURPOSE = "wire"
+
+
+class Signal(threading.Condition):
+    """A condition that also wakes the one thread that waits in the kernel for what members send."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.descriptor = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self.reader: int | None = None  #: the thread
+
+    def notify_all(self) -> None:
+        super().notify_all()
+        if self.reader is not None and self.reader != threading.get_ident():
+            os.eventfd_write(self.descriptor, 1)
+
+
+class Receiver(Protocol):
+    """Takes what arrives for one epoch. Called from any thread; :meth:`deliver` with :attr:`Hub.changed` held."""
+
+    number: int
+
+    def deliver(self, key: bytes, message: wire.PeerMessage) -> None:
+        """A message has arrived."""
+
+    def left(self, member: str, over: bool) -> None:
+        """``member`` has left the epoch; ``over``: in the middle, so that the epoch is over for all."""
+
+    def failed(self, member: str, reason: str) -> None:
+        """The connection to ``member`` has ended."""
+
+
+class Hub:
+    """This worker's connections.
+
+    Args:
+        member: this one.
+        listener: this worker's.
+        secret: the job's.
+        silence_s: seconds without any answer of a member's host after which its connection fails.
+
+    Attributes:
+        changed: notified whenever a message arrives, something was written, or a connection or an epoch ended.
+        ended: the newest epoch that this member has left.
+        place: where others reach it, as plans have it.
+    """
+
+    def __init__(self, member: str, listener: Listener, secret: JobSecret, silence_s: float) -> None:
+        self.changed = Signal()
+        self.ended = 0
+        self._me, self._secret, self._silence_s = member, secret, silence_s
+        self._listener = only_here(listener.socket)
+        self._listener.setblocking(False)
+        self.place = str(listener.place)
+        self._connections: dict[str, list[Connection]] = {}
+        self._receiver: Receiver | None = None
+        self._early: dict[int, list[tuple[bytes, wire.PeerMessage]]] = defaultdict(list)
+        self._left: dict[str, int] = {}  # the newest epoch that each member has left
+        self._watching = threading.Lock()
+        self._loop = SocketLoop()
+        self._calls: dict[Connection, float] = {}  # until when they must be through
+        self._door = Door(
+            self._loop, self._listener, lambda: hosting(secret, _PURPOSE, listener.token, member), self._admit
+        )
+        self._loop.timers.append(self._end_slow_calls)
+        self._loop.start()
+
+    # -- epochs ------------------------------------------------------------------------------------------
+    def enter(self, receiver: Receiver, members: Collection[str]) -> None:
+        """Give what arrives for an epoch to ``receiver`` from now on, what has arrived already first."""
+        with self.changed:
+            self._receiver = receiver
+            self._door.expected = len(members)
+            for key, message in self._early.pop(receiver.number, []):
+                receiver.deliver(key, message)
+            for number in [number for number in self._early if number < receiver.number]:
+                del self._early[number]
+            gone = [member for member, epoch in self._left.items() if epoch >= receiver.number]
+        for member in gone:
+            receiver.left(member, False)
+
+    def leave(self, epoch: int, over: bool) -> None:
+        """Tell all others that this member has left ``epoch``, and send nothing more of it. From any thread.
+
+        Args:
+            over: it has ended in the middle, and the others are to leave it as well.
+        """
+        with self.changed:
+            self.ended = max(self.ended, epoch)
+            connections = [each for several in self._connections.values() for each in several]
+        for connection in connections:
+            connection.give_up(epoch)
+            connection.send(epoch, wire.control(wire.LEFT, over, epoch))
+
+    def drop(self, members: Iterable[str]) -> None:
+        """End the connections to members that have no part in the job any more."""
+        for member in members:
+            for connection in list(self._connections.get(member, ())):
+                self._end(connection, None)
+
+    # -- connections -------------------------------------------------------------------------------------
+    def known(self, member: str) -> Connection | None:
+        """The connection to ``member`` that frames go out by, if there is one."""
+        several = self._connections.get(member)
+        return several[0] if several else None
+
+    def reach(self, member: str, place: str) -> Connection:
+        """The connection to ``member``; one is begun if there is none. Returns at once."""
+        connection = self.known(member)
+        if connection is not None:
+            return connection
+        with self.changed:
+            connection = self.known(member)
+            return self._call(member, Place.parse(place)) if connection is None else connection
+
+    def _call(self, member: str, place: Place) -> Connection:
+        family, name = sockets.resolve(place.host, place.port)
+        opened = only_here(socket.socket(family, socket.SOCK_STREAM))
+        opened.setblocking(False)
+        connection = self._made(member, opened)
+        opened.connect_ex(name)  # what is wrong shows when it is ready
+        self._calls[connection] = time.monotonic() + self._silence_s
+        self._loop.watch(opened, select.EPOLLOUT, lambda _: self._introduce(connection, place.token))
+        self._loop.wake()
+        return connection
+
+    def _introduce(self, connection: Connection, token: str) -> None:
+        """The other end may be there: begin to prove ourselves."""
+        self._calls.pop(connection, None)
+        opened = connection.socket
+        error = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+        try:
+            if error:
+                raise OSError(error, os.strerror(error))
+            sockets.watch_silence(opened, self._silence_s)
+            handshake = Handshake(opened, calling(self._secret, _PURPOSE, token, self._me, connection.member))
+        except OSError as failure:
+            self._end(connection, f"connecting failed: {failure}")
+            return
+        self._loop.forget(opened)
+        self._loop.watch(opened, select.EPOLLIN, lambda _: self._go_on(connection, handshake))
+
+    def _go_on(self, connection: Connection, handshake: Handshake) -> None:
+        try:
+            proven = handshake.advance() is not None
+        except OSError as failure:
+            self._end(connection, f"connecting failed: {failure}")
+            return
+        if proven:
+            self._loop.forget(connection.socket)
+            self._open(connection)
+
+    def _end_slow_calls(self) -> float | None:
+        now = time.monotonic()
+        for connection in [each for each, until in list(self._calls.items()) if until <= now]:
+            del self._calls[connection]
+            self._end(connection, f"connecting failed: no answer for {self._silence_s:g} s")
+        return min((until - now for until in list(self._calls.values())), default=None)
+
+    def _admit(self, member: str, opened: socket.socket) -> None:
+        """A member has called, and proven itself."""
+        sockets.watch_silence(opened, self._silence_s)
+        self._open(self._made(member, opened))
+
+    def _made(self, member: str, opened: socket.socket) -> Connection:
+        connection = Connection(member, opened, self._receive, self._watch)
+        with self.changed:
+            self._connections.setdefault(member, []).append(connection)
+        return connection
+
+    def _open(self, connection: Connection) -> None:
+        """Both ends have proven themselves."""
+        connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with self._watching:
+            self._loop.watch(connection.socket, connection.interest, lambda events: self._attend(connection, events))
+            connection.open = True
+        # Whoever waits for this member in an epoch that it has left must know.
+        connection.send(self.ended, wire.control(wire.LEFT, epoch=self.ended))
+
+    def _watch(self, connection: Connection) -> None:
+        with self._watching:
+            if connection.open and not connection.ended:
+                self._loop.change(connection.socket, connection.interest)
+
+    def _attend(self, connection: Connection, events: int) -> None:
+        """A connection is ready, on the loop's thread."""
+        if events & select.EPOLLOUT:
+            connection.flush()
+            with self.changed:
+                self.changed.notify_all()
+        if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else somebody reads it
+            try:
+                self._read(connection)
+            finally:
+                connection.reading.release()
+
+    def _read(self, connection: Connection) -> None:
+        """Read what there is; the caller holds ``connection.reading``."""
+        if connection.ended:
+            return
+        try:
+            connection.read()
+        except OSError as error:
+            self._close(connection, f"connection ended: {error or type(error).__name__}")
+        except Exception as error:  # a broken peer: whoever waits for it must not wait for ever
+            logger.exception("messages from %s", connection.member)
+            self._close(connection, f"connection ended: {type(error).__name__}: {error}")
+
+    def _end(self, connection: Connection, reason: str | None) -> None:
+        with connection.reading:
+            self._close(connection, reason)
+
+    def _close(self, connection: Connection, reason: str | None) -> None:
+        """End a connection, whose reader the caller is; ``reason``: none if that is as it should be."""
+        if connection.ended:
+            return
+        with self._watching:
+            connection.ended = True
+            self._calls.pop(connection, None)
+            with contextlib.suppress(OSError):  # it is between two things to look for
+                self._loop.forget(connection.socket)
+        connection.end()
+        with self.changed:
+            self._connections[connection.member].remove(connection)
+            receiver = self._receiver
+            self.changed.notify_all()
+        if reason is not None and receiver is not None:
+            receiver.failed(connection.member, reason)
+
+    # -- messages ----------------------------------------------------------------------------------------
+    def _receive(
+        self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]
+    ) -> None:
+        if head.kind == wire.FLUSH:
+            connection.send(head.epoch, wire.control(wire.ACK, head.sequence, head.epoch))
+            return
+        with self.changed:
+            receiver, member = self._receiver, connection.member
+            if head.kind == wire.ACK:
+                connection.confirmed = max(connection.confirmed, head.sequence)
+            elif head.kind == wire.LEFT:
+                self._left[member] = max(head.epoch, self._left.get(member, 0))
+            else:
+                message = wire.PeerMessage(member, head.sequence, head.structure, tensors, time.monotonic())
+                if receiver is None or head.epoch > receiver.number:
+                    self._early[head.epoch].append((key, message))
+                elif head.epoch == receiver.number:
+                    receiver.deliver(key, message)
+            self.changed.notify_all()
+        if head.kind == wire.LEFT and receiver is not None and head.epoch >= receiver.number:
+            receiver.left(member, head.epoch == receiver.number and bool(head.sequence))
+
+    # -- waiting -----------------------------------------------------------------------------------------
+    def wait_for(self, over: Callable[[], bool], members: Sequence[str], timeout_s: float) -> bool:
+        """Wait until ``over()``, at most ``timeout_s`` seconds; the caller holds :attr:`changed`. Whether it is over.
+
+        What ``members`` send is read here, which spares their messages the way through another thread.
+        """
+        if self.changed.reader is not None:
+            return self.changed.wait_for(over, timeout_s)
+        self.changed.reader = threading.get_ident()
+        self.changed.release()
+        try:
+            with self._driven(members) as driven:
+                return self._read_until(over, driven, time.monotonic() + timeout_s)
+        finally:
+            self.changed.acquire()
+            self.changed.reader = None
+
+    @contextlib.contextmanager
+    def _driven(self, members: Sequence[str]) -> Generator[dict[int, Connection], None, None]:
+        """The open connections to ``members``, by descriptor, which the calling thread reads in the body."""
+        taken: dict[int, Connection] = {}
+        try:
+            for member in members:
+                for connection in self._connections.get(member, ()):
+                    if connection.open:
+                        connection.reading.acquire()
+                        taken[connection.socket.fileno()] = connection
+                        connection.driven = True
+                        self._watch(connection)
+            yield taken
+        finally:
+            for connection in taken.values():
+                connection.driven = False
+                self._watch(connection)
+                connection.reading.release()
+
+    def _read_until(self, over: Callable[[], bool], driven: dict[int, Connection], deadline: float) -> bool:
+        ready = select.poll()
+        ready.register(self.changed.descriptor, select.POLLIN)
+        for descriptor in driven:
+            ready.register(descriptor, select.POLLIN)
+        while True:
+            with self.changed:
+                if over():
+                    return True
+            left = deadline - time.monotonic()
+            if left <= 0:
+                return False
+            for descriptor, _ in ready.poll(min(left, 1e6) * 1000):
+                if descriptor == self.changed.descriptor:
+                    os.eventfd_read(descriptor)
+                    continue
+                self._read(driven[descriptor])
+                if driven[descriptor].ended:
+                    ready.unregister(descriptor)
+
+    # -- the end -----------------------------------------------------------------------------------------
+    def close(self) -> None:
+        """End all connections and the thread."""
+        self._loop.stop()
+        self._receiver = None
+        for several in list(self._connections.values()):
+            for connection in list(several):
+                connection.end()
+        self._connections.clear()
+        self._door.close()
+        self._loop.close()
+        self._listener.close()
+        os.close(self.changed.descriptor)

@@ -1,0 +1,74 @@
+"""One thread that attends to all sockets of a worker's data plane. Nothing it calls may block."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import socket
+import threading
+from collections.abc import Callable
+
+logger = logging.getLogger(__name__)
+
+#: What is called with the events of a socket that is ready, as ``select.epoll`` has them.
+Handler = Callable[[int], None]
+
+
+class SocketLoop:
+    """Calls the handler of every watched socket that is ready. All methods may be called from any thread."""
+
+    def __init__(self) -> None:
+        self._epoll = select.epoll()
+        self._handlers: dict[int, Handler] = {}
+        #: Asked before each wait: seconds after which they want to be asked again; ``None``: whenever.
+        self.timers: list[Callable[[], float | None]] = []
+        self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._epoll.register(self._wake, select.EPOLLIN)
+        self._closing = False
+        self._thread = threading.Thread(target=self._run, name="bamboo-wire", daemon=True)
+
+    def start(self) -> None:
+        """Begin to look."""
+        self._thread.start()
+
+    def watch(self, watched: socket.socket, events: int, handler: Handler) -> None:
+        """Call ``handler`` when ``watched`` is ready."""
+        self._handlers[watched.fileno()] = handler
+        self._epoll.register(watched, events)
+
+    def change(self, watched: socket.socket, events: int) -> None:
+        """Look for other events of a watched socket."""
+        self._epoll.modify(watched, events)
+
+    def forget(self, watched: socket.socket) -> None:
+        """Look at it no more; its handler may be running."""
+        self._handlers.pop(watched.fileno(), None)
+        self._epoll.unregister(watched)
+
+    def wake(self) -> None:
+        """Ask the timers again."""
+        os.eventfd_write(self._wake, 1)
+
+    def stop(self) -> None:
+        """End the thread."""
+        self._closing = True
+        self.wake()
+        self._thread.join()
+
+    def close(self) -> None:
+        """Let go of descriptors; the thread has ended."""
+        self._epoll.close()
+        os.close(self._wake)
+
+    def _run(self) -> None:
+        while not self._closing:
+            waits = [seconds for timer in self.timers if (seconds := timer()) is not None]
+            for descriptor, events in self._epoll.poll(max(0.0, min(waits)) if waits else None):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                elif (handler := self._handlers.get(descriptor)) is not None:  # else it has just been forgotten
+                    try:
+                        handler(events)
+                    except Exception:  # a defect here; other connections must go on
+                        logger.exception("a socket's handler failed")
