@@ -302,12 +302,14 @@ class Hub:
         taken: dict[int, Connection] = {}
         try:
             for member in members:
-                for connection in self._connections.get(member, ()):
-                    if connection.open:
-                        connection.reading.acquire()
-                        taken[connection.socket.fileno()] = connection
-                        connection.driven = True
-                        self._watch(connection)
+                for connection in tuple(self._connections.get(member, ())):
+                    connection.reading.acquire()
+                    if connection.ended or not connection.open:
+                        connection.reading.release()
+                        continue
+                    taken[connection.socket.fileno()] = connection
+                    connection.driven = True
+                    self._watch(connection)
             yield taken
         finally:
             for connection in taken.values():

@@ -185,7 +185,7 @@ class Session:
         """
         self.current.links.all_gather("attaching", None, lambda _: None)
 
-    def abort(self, reason: str, epoch: int | None = None) -> None:
+    def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
         """End the current epoch; callable from any thread (not from a signal handler), any number of times.
 
         Whatever is blocked in it raises ``EpochChanged`` within 200 ms, also if the peer is merely stopped;
@@ -196,6 +196,7 @@ class Session:
             epoch: the newest epoch that is known to have ended (the new plan's number minus one). If a newer
                 one is attached already, nothing happens; if it is yet to be attached, its :meth:`attach` will
                 raise ``EpochChanged``. Default: the current epoch.
+            orderly: the other members leave the epoch by themselves, and finish what they are in.
         """
         with self._lock:
             self._ended = max(self._ended, self.epoch if epoch is None else epoch)
@@ -203,7 +204,7 @@ class Session:
             target = self._epoch
             if target is None or target.number > self._ended:
                 return
-        target.abort(reason)
+        target.abort(reason, orderly=orderly)
 
     def _leave(self, epoch: Epoch) -> None:
         if epoch not in self._left:

@@ -62,7 +62,7 @@ class RecoveryProtocol(InContext):
         """
         begin = time.monotonic()
         self.recording.disturbed()
-        self.epoch.session.abort("recovery")
+        self.epoch.session.abort("recovery", orderly=True)  # else it has been aborted
         before = self.progress.recovery
         noticed = min(self.epoch.job.lost_at or begin, begin, *([before.noticed] if before is not None else []))
         with self.recording.span(Kind.AWAIT_PLAN):
