@@ -190,6 +190,7 @@ def test_no_bubble_before_a_local_message() -> None:
 
 
 def test_speed_and_cache() -> None:
+    """Orders of a whole world; programs of members of a large one, whose neighbour was lost or not."""
     layout = Layout(4, 8)
     plan = takeover(plan_of(layout), ["m9", "m14"])
     progress = {role: RoleProgress(min(64, 20 - role.stage), 20 - 2 * role.stage) for role in layout.roles}
@@ -201,6 +202,14 @@ def test_speed_and_cache() -> None:
         best = min(best, time.perf_counter() - start)
     assert best < 0.06
     assert compute_order(layout, whole(plan.owners), 64, dict(reversed(progress.items()))) is order
+    times = []
+    for lost in range(3, 6):
+        large = takeover(plan_of(Layout(8, 64)), [f"m{8 * lost}"])
+        for member in (large.owner(Role(0, lost)), "m1"):
+            start = time.perf_counter()
+            member_program(large, member, 256)
+            times.append(time.perf_counter() - start)
+    assert sorted(times)[len(times) // 2] < 0.1
 
 
 # --- the grids drawn in docstrings -------------------------------------------------------------------------

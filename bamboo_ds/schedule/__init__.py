@@ -16,7 +16,7 @@ from .instructions import (
     StepReplica,
     UseRole,
 )
-from .orders import Kind, Work, compute_order, one_f_one_b
+from .orders import compute_order
 from .program import Program, commit_program, epilogue, member_program
 from .progress import (
     Decision,
@@ -24,6 +24,7 @@ from .progress import (
     MemberProgress,
     PartProgress,
     RoleProgress,
+    beginning,
     decide,
     hosts,
     not_begun,
@@ -31,4 +32,5 @@ from .progress import (
 )
 from .redundant import Placement
 from .rehearsal import rehearsal_passes, rehearsal_sends
+from .spans import Kind, Work, one_f_one_b
 from .timing import PassTimeline, needed, timeline

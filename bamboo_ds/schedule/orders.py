@@ -1,43 +1,20 @@
-"""Orders of computation: 1F1B of one role, and the global order of all roles from any progress."""
+"""Orders of computation: of all members, or of one, from any progress."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections import Counter, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
 from functools import lru_cache
-from heapq import heapify, heappop, heappush
+from heapq import heappop, heappush
 from types import MappingProxyType
-from typing import Literal
 
 from ..errors import ProtocolError
 from ..topology import BlockCosts, Layout, Role
-from .progress import Finished, Hosts, PartProgress, RoleProgress, finished
+from .progress import Finished, Hosts, RoleProgress, finished
+from .spans import Kind, StageSpan, Work, spans_of
 
-#: A forward ("F") or backward ("B") pass of one micro-batch.
-Kind = Literal["F", "B"]
-#: By whether it is a forward pass.
-_KINDS: tuple[Kind, Kind] = ("B", "F")
 #: A pass that may come next: earliest start, backward before forward, work and micro-batch, number of the span.
 _Entry = tuple[float, int, float, int, int]
-#: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
-Work = tuple[Role, Kind, int, int]
-
-
-def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Kind, int]]:
-    """Passes of one stage in the order of DeepSpeed's ``TrainSchedule``.
-
-    As many forwards as there are stages from this one on, then a backward and a forward in turn::
-
-        stage 0 of 4:  F0 F1 F2 F3 B0 F4 B1 F5 B2    B3    B4    B5
-        stage 3 of 4:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
-    """
-    warm_up = min(stages - stage, micro_batches)
-    for m in range(warm_up):
-        yield "F", m
-    for m in range(micro_batches):
-        yield "B", m
-        if m + warm_up < micro_batches:
-            yield "F", m + warm_up
 
 
 def compute_order(
@@ -63,7 +40,8 @@ def compute_order(
     passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
     deadlock*: the passes, in the order in which the simulation takes them, are one linear extension of the
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the
-    first pass of the extension that is not done yet has all its inputs sent, so its member goes on.
+    first pass of the extension that is not done yet has all its inputs sent, so its member goes on. (Members find
+    their own orders from less, see :func:`member_order`; they are parts of one extension all the same.)
 
     *Tensor slices* of a stage do each pass together, since their layers block in collectives: it begins when all their
     owners are free, and occupies all of them. So what the simulation takes, one after the other, are such joint passes,
@@ -100,50 +78,61 @@ def compute_order(
     return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost, costs)
 
 
-@dataclass(frozen=True)
-class _SpanPart:
-    """A stage, or a part of it; ``roles``: of all its slices; ``cost``: how long its passes take."""
+@lru_cache(maxsize=32)
+def member_order(
+    layout: Layout,
+    hosts: Hosts,
+    micro_batches: int,
+    done: Finished,
+    member: str,
+    costs: BlockCosts | None = None,
+) -> tuple[Work, ...]:
+    """What :func:`compute_order` says of ``member``, found from what that depends on.
 
-    roles: tuple[Role, ...]
-    cost: float
-    done: PartProgress
+    *One span*: the passes of it that are left in 1F1B order. In every extension they are in this order, so nothing is
+    simulated.
 
+    *Several*: how they alternate depends on when their inputs come, hence on all spans of their copies of the model,
+    and on whatever else the members of these compute. Two copies are *connected* if a member computes in both, or if
+    both are connected with a third one. All that are connected with the member's are simulated, and no other::
 
-@dataclass
-class _Span:
-    """Parts of successive stages of one pipeline that the same members compute.
+        copy 0   a b c d     a computes in copies 0 and 1, g in 1 and 2: these three are connected. Both simulate all
+        copy 1   a f g h     of them, a also copy 2, where it computes nothing: when f has its gradients from g depends
+        copy 2   i j g k     on what keeps g busy there. The other members have one span each and simulate nothing.
+        copy 3   m n o p
 
-    Attributes:
-        hosts: one, or of tensor slices one each.
-        parts: in the order of their layers.
-        work: how long the passes of a micro-batch take.
-        number: of the span among all.
-        todo: passes that are left, in 1F1B order.
-        cursor: how many of ``todo`` are scheduled.
-        ends: by kind and micro-batch when a pass ends: 0 if it is finished, ``None`` if it is not scheduled yet.
+    *Orders fit together.* Connection is an equivalence, and it follows from ``hosts``, which all members know. So
+    members with several spans in connected copies simulate the same spans from the same progress, and their orders are
+    parts of one extension of these copies' passes. No pass depends on one of a copy that is not connected, and none
+    keeps a member busy there: extensions of all sets of connected copies, one behind the other, are an extension of all
+    passes, of which the order of every member is a part. Besides, it is the very order that a simulation of all copies
+    gives: of the passes of connected copies that can come next it takes the first, whatever is taken in others.
+
+    Args:
+        layout, hosts, micro_batches, costs: see :func:`compute_order`.
+        done: what is finished.
+        member: the member.
+
+    Returns:
+        Its passes, ``()`` if it has nothing left to compute. Cached.
     """
+    copies: dict[str, set[int]] = defaultdict(set)
+    for rank, members in enumerate(hosts):
+        for each in members:
+            copies[each].add(rank % layout.pipelines // layout.slices)
 
-    hosts: tuple[str, ...]
-    parts: list[_SpanPart]
-    work: float = 0
-    number: int = 0
-    todo: list[tuple[Kind, int]] = field(default_factory=list)
-    cursor: int = 0
-    ends: dict[Kind, list[float | None]] = field(default_factory=dict)
+    def chains(of: Iterable[int]) -> list[list[StageSpan]]:
+        return [spans_of(layout, copy, hosts, micro_batches, done, costs) for copy in sorted(of)]
 
-    def begin(self, micro_batches: int, spans: int, index: int) -> None:
-        """It is number ``index`` of the ``spans`` of its pipeline."""
-        self.work = sum(part.cost for part in self.parts)
-        done: dict[Kind, int] = {
-            "F": min(part.done.forwards for part in self.parts),
-            "B": min(part.done.backwards for part in self.parts),
-        }
-        self.todo = [(kind, m) for kind, m in one_f_one_b(micro_batches, spans, index) if m >= done[kind]]
-        self.ends = {kind: [0 if m < done[kind] else None for m in range(micro_batches)] for kind in done}
-
-    def next(self) -> tuple[Kind, int] | None:
-        """The next pass; ``None`` if none is left."""
-        return self.todo[self.cursor] if self.cursor < len(self.todo) else None
+    found = set(copies[member])
+    spans = [span for chain in chains(found) for span in chain if member in span.hosts]
+    if len(spans) == 1:
+        return tuple(spans[0].works(member, spans[0].todo))
+    if not spans:
+        return ()
+    while more := {copy for each in copies.values() if found & each for copy in each} - found:
+        found |= more
+    return _simulated(chains(found), [member])[member]
 
 
 @lru_cache(maxsize=32)
@@ -157,84 +146,86 @@ def ordered(
     costs: BlockCosts | None = None,
 ) -> Mapping[str, tuple[Work, ...]]:
     """:func:`compute_order` with the progress as a hashable value."""
-    chains = [_spans(layout, copy, hosts, done, costs) for copy in range(layout.copies)]
-    for chain in chains:
-        for index, span in enumerate(chain):
-            span.begin(micro_batches, len(chain), index)
-    # By the stages that they begin with, and at each of these by pipeline.
-    spans = [(chain, index) for chain in chains for index in range(len(chain))]
-    spans.sort(key=lambda each: layout.rank(each[0][each[1]].parts[0].roles[0]))
-    for number, (chain, index) in enumerate(spans):
-        chain[index].number = number
-    free: dict[str, float] = {member: 0 for members in hosts for member in members}
-    orders: dict[str, list[Work]] = {member: [] for member in free}
+    chains = [spans_of(layout, copy, hosts, micro_batches, done, costs) for copy in range(layout.copies)]
+    members = dict.fromkeys(member for members in hosts for member in members)
+    return MappingProxyType(_simulated(chains, members, forward_cost, backward_cost))
 
-    def all_free(span: _Span) -> float:
+
+def _simulated(
+    chains: Sequence[Sequence[StageSpan]], members: Iterable[str], forward_cost: float = 1, backward_cost: float = 2
+) -> dict[str, tuple[Work, ...]]:
+    """Orders of ``members``, which compute spans of ``chains``.
+
+    Passes of a span whose members have no other compete with none: they are taken as soon as their inputs are. The
+    others wait on a heap until no such pass is left. By then all passes are on it that may start as early as its first
+    one: whatever is not depends on one of those, and begins when that has ended.
+
+    Raises:
+        ProtocolError: passes are left that wait for each other.
+    """
+    spans = [span for chain in chains for span in chain]
+    # By the stages that they begin with, and at each of these by pipeline.
+    spans.sort(key=lambda span: (span.parts[0].roles[0].stage, span.parts[0].roles[0].pipeline))
+    counts = Counter(member for span in spans for member in span.hosts)
+    for number, span in enumerate(spans):
+        span.number, span.shared = number, any(counts[member] > 1 for member in span.hosts)
+    for chain in chains:
+        for before, span, after in zip([None, *chain], chain, [*chain[1:], None], strict=False):
+            span.connect(before, after, forward_cost, backward_cost)
+    free: dict[str, float] = dict.fromkeys(counts, 0)
+    orders: dict[str, list[Work]] = {member: [] for member in members}
+    heap: list[_Entry] = []
+    able: deque[StageSpan] = deque()
+
+    def all_free(span: StageSpan) -> float:
         return free[span.hosts[0]] if len(span.hosts) == 1 else max(free[member] for member in span.hosts)
 
-    def ready(number: int) -> _Entry | None:
-        """Heap entry of the next pass of a span."""
-        chain, n = spans[number]
-        following = chain[n].next()
-        if following is None:
-            return None
-        kind, m = following
-        other = n - 1 if kind == "F" else n + 1
-        start = chain[other].ends[kind][m] if 0 <= other < len(chain) else 0
-        # The span's own earlier passes need no look: its members are busy with them until `free`.
-        return None if start is None else entry_of(chain[n], start, kind, m)
+    def enter(span: StageSpan, there: float, kind: Kind, m: int) -> None:
+        heappush(heap, (max(there, all_free(span)), int(kind == "F"), span.work, m, span.number))
 
-    def entry_of(span: _Span, start: float, kind: Kind, m: int) -> _Entry:
-        return max(start, all_free(span)), int(kind == "F"), span.work, m, span.number
+    def look(span: StageSpan) -> None:
+        """List ``span`` if its next pass can come."""
+        if span.listed or span.cursor == len(span.todo):
+            return
+        kind, m = span.todo[span.cursor]
+        there = span.inputs[kind][m]
+        if there is None:
+            return
+        span.listed = True
+        if span.shared:
+            enter(span, there, kind, m)
+        else:
+            able.append(span)
 
-    heap = [entry for number in range(len(spans)) if (entry := ready(number)) is not None]
-    heapify(heap)
-    while heap:
-        start, is_forward, _, m, number = heappop(heap)
-        chain, n = spans[number]
-        span = chain[n]
-        if all_free(span) > start:  # a member took another of its spans meanwhile
-            heappush(heap, entry_of(span, start, _KINDS[is_forward], m))
-            continue
-        kind = _KINDS[is_forward]
-        span.cursor += 1
-        end = start
-        for part in span.parts if is_forward else reversed(span.parts):
-            if m >= (part.done.forwards if is_forward else part.done.backwards):
-                end += part.cost * (forward_cost if is_forward else backward_cost)
-                for role, member in zip(part.roles, span.hosts, strict=True):
-                    orders[member].append((role, kind, m, part.done.begin))
-        span.ends[kind][m] = end
-        for member in span.hosts:
-            free[member] = end
-        if (entry := ready(number)) is not None:
-            heappush(heap, entry)
-        # A neighbour is in the heap already unless exactly this pass is what it waits for.
-        dependent = n + 1 if is_forward else n - 1
-        if 0 <= dependent < len(chain) and chain[dependent].next() == (kind, m):
-            heappush(heap, entry_of(chain[dependent], end, kind, m))
-    if any(chain[n].next() is not None for chain, n in spans):
-        raise ProtocolError(f"no order finishes an iteration of {layout} from {done}")
-    return MappingProxyType({member: tuple(order) for member, order in orders.items()})
-
-
-def _spans(layout: Layout, copy: int, hosts: Hosts, done: Finished, costs: BlockCosts | None) -> list[_Span]:
-    """The spans of one copy of the model, in the order of their layers."""
-    spans: list[_Span] = []
-    for stage in range(layout.stages):
-        first = stage * layout.pipelines + copy * layout.slices
-        ranks = range(first, first + layout.slices)
-        if any(done[rank] != done[first] for rank in ranks):
-            raise ProtocolError(f"slices of a stage are at different places of an iteration of {layout}: {done}")
-        roles, parts, blocks = tuple(layout.role(rank) for rank in ranks), done[first], layout.blocks_of(stage)
-        ends = [*(part.begin for part in parts[1:]), blocks]
-        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
-            members = tuple(hosts[rank][index] for rank in ranks)
-            if not spans or spans[-1].hosts != members:
-                spans.append(_Span(members, []))
-            if costs is not None:
-                cost = costs.part(stage, part.begin, end) * costs.slow(members[0])
-            else:
-                cost = 1 if len(parts) == 1 else (end - part.begin) / blocks
-            spans[-1].parts.append(_SpanPart(roles, cost, part))
-    return spans
+    for span in spans:
+        look(span)
+    while able or heap:
+        if able:
+            span = able.popleft()
+            span.run()
+            span.listed = False
+            for each in span.fed.values():
+                look(each)
+        else:
+            start, _, _, m, number = heappop(heap)
+            span = spans[number]
+            kind, _ = span.todo[span.cursor]
+            if all_free(span) > start:  # a member took another of its spans meanwhile
+                enter(span, start, kind, m)
+                continue
+            span.take(kind, m, start)
+            span.listed = False
+            for member in span.hosts:
+                free[member] = span.free
+                if member in orders:
+                    orders[member] += span.works(member, [(kind, m)])
+            look(span)
+            if kind in span.fed:
+                look(span.fed[kind])
+    for span in spans:
+        if span.cursor < len(span.todo):
+            raise ProtocolError("passes that are left of an iteration wait for each other")
+        for member in span.hosts if not span.shared else ():
+            if member in orders:
+                orders[member] += span.works(member, span.todo)
+    return {member: tuple(order) for member, order in orders.items()}

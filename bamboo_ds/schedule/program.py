@@ -38,9 +38,10 @@ from .instructions import (
     StepReplica,
     UseRole,
 )
-from .orders import Kind, ordered
-from .progress import Finished, Hosts, RoleProgress, beside, finished, hosts, not_begun
+from .orders import member_order
+from .progress import Finished, Hosts, RoleProgress, beginning, beside, finished, hosts
 from .redundant import Placement, pass_step
+from .spans import Kind
 
 Program = tuple[PipeInstruction, ...]
 
@@ -83,7 +84,7 @@ def member_program(
     """
     _check_member(plan, member)
     if progress is None:
-        progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        progress = beginning(plan)
     done = finished(plan.world, micro_batches, progress)
     return _member_program(plan, member, micro_batches, done, hosts(plan, progress), placement)
 
@@ -180,7 +181,7 @@ def _member_program(
                     use(role, part.begin)
                     program += resends
 
-    for role, kind, m, begin in ordered(layout, members, micro_batches, done, costs=plan.costs).get(member, ()):
+    for role, kind, m, begin in member_order(layout, members, micro_batches, done, member, plan.costs):
         use(role, begin)
         place = layout.rank(role), int(begin > 0)
         before, after = (beside(layout, done, *place, step) for step in (-1, +1))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import struct
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property, lru_cache
+from types import MappingProxyType
 from typing import Literal
 
 from ..errors import ProtocolError
@@ -64,7 +66,7 @@ class RoleProgress:
     def __post_init__(self) -> None:
         PartProgress(0, self.forwards, self.backwards)
 
-    @property
+    @cached_property
     def parts(self) -> tuple[PartProgress, ...]:
         """Of the whole role, or of its front and its rear."""
         front = PartProgress(0, self.forwards, self.backwards)
@@ -83,7 +85,16 @@ class RoleProgress:
 
 def not_begun(lent: Lent | None) -> RoleProgress:
     """The progress of a role of which nothing is done, and of which ``lent`` is lent."""
-    return RoleProgress() if lent is None else RoleProgress(rear=PartProgress(lent.cut), lent=lent.side)
+    return _NOTHING if lent is None else RoleProgress(rear=PartProgress(lent.cut), lent=lent.side)
+
+
+_NOTHING = RoleProgress()
+
+
+@lru_cache(maxsize=8)
+def beginning(plan: Plan) -> Mapping[Role, RoleProgress]:
+    """The progress of all roles in an iteration of ``plan`` that no member has begun. Cached and read-only."""
+    return MappingProxyType({role: not_begun(plan.lending(role)) for role in plan.world.roles})
 
 
 #: Finished passes of the parts of every role, by rank. Hashable form of a progress mapping.
@@ -94,7 +105,8 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
     """Counters of all roles by rank; a reduced role counts as having finished all ``micro_batches``.
 
     Raises:
-        ProtocolError: a role is missing, unknown, or has finished more than ``micro_batches``.
+        ProtocolError: a role is missing, unknown, or has finished more than ``micro_batches``; or slices of a stage
+            differ (see :func:`settle`).
     """
     if progress.keys() != set(layout.roles):
         odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
@@ -108,6 +120,9 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
         if progress[role].reduced:
             parts = tuple(PartProgress(part.begin, micro_batches, micro_batches) for part in parts)
         counters.append(parts)
+    for first in range(0, layout.size, layout.slices) if layout.slices > 1 else ():
+        if len(set(counters[first : first + layout.slices])) > 1:
+            raise ProtocolError(f"slices of {layout.role(first)} are at different places of an iteration: {counters}")
     return tuple(counters)
 
 
@@ -178,6 +193,12 @@ def settle(
             return not (after.reduced or after.parts[0].forwards == micro_batches)
         return False
 
+    def place(role: Role) -> tuple[int, int]:
+        return role.stage, layout.slice_of(role)
+
+    # Stages, by slice, that some copy of the model has not reduced.
+    lacking = {place(role) for role, done in settled.items() if role.stage in tied or not done.reduced}
+
     def counters(role: Role) -> tuple[int, int]:
         done = settled[role]
         return (micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards)
@@ -186,15 +207,16 @@ def settle(
     while again:
         again = False
         for role, done in settled.items():
-            lacking = role.stage in tied or not all(settled[each].reduced for each in layout.siblings(role))
-            if done.reduced and (lacking or (done.state_only and needed(role))):
+            if done.reduced and (place(role) in lacking or (done.state_only and needed(role))):
                 settled[role] = replace(done, reduced=False)
+                lacking.add(place(role))
                 again = True
         for role in layout.roles if layout.slices > 1 else ():
             together = layout.slices_with(role)
             if layout.slice_of(role) == 0 and len({counters(each) for each in together}) > 1:
                 for each in together:
                     settled[each] = RoleProgress(state_only=settled[each].state_only)
+                    lacking.add(place(each))
                 again = True
     return settled
 

@@ -32,7 +32,7 @@ from deepspeed.runtime.pipe.schedule import (
 )
 
 from .instructions import FillBubble, RedundantForward
-from .orders import Kind
+from .spans import Kind
 
 #: Where redundant forwards go: ``idle``, a :class:`FillBubble` before every receive, which runs them in measured idle
 #: time; ``fixed``, a :class:`RedundantForward` before every ``RecvGrad``, which lengthens the iteration; ``none``.

@@ -12,9 +12,9 @@ from deepspeed.runtime.pipe.schedule import PipeInstruction
 
 from ..topology import Layout, Plan, Role
 from .instructions import ResendActivation, ResendGrad, UseRole
-from .orders import one_f_one_b
 from .program import Program
 from .redundant import pass_step
+from .spans import one_f_one_b
 
 
 def rehearsal_sends(plan: Plan, member: str, roles: Collection[Role], micro_batches: int) -> Program:

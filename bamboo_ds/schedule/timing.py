@@ -7,8 +7,9 @@ from dataclasses import dataclass
 
 from ..errors import ProtocolError
 from ..topology import BlockCosts, Layout, Role
-from .orders import Kind, Work, compute_order
+from .orders import compute_order
 from .progress import Hosts, RoleProgress, beside
+from .spans import Kind, Work
 
 #: Seconds that a member takes for a pass of blocks of a role: (role, kind, first block, the one behind, member).
 Seconds = Callable[[Role, Kind, int, int, str], float]

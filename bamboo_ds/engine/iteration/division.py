@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.transport import Payload
-from ...schedule import RoleProgress, hosts, not_begun
+from ...schedule import RoleProgress, beginning, hosts
 from ...topology import Role
 from ..context.lanes import Stream
 from ..context.shared import InContext
@@ -41,7 +41,7 @@ class Division(InContext):
         """An iteration begins, or goes on from ``progress``: find out which parts are computed here."""
         plan, member = self.epoch.plan, self.epoch.member
         if progress is None:
-            progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+            progress = beginning(plan)
         members = self.boundaries.hosts = hosts(plan, progress)
         self.binding.refresh()
         for role, runtime in self.binding.runtimes.items():

@@ -1,0 +1,174 @@
+"""Spans: the parts of successive stages that the same members compute, and the passes that are left of them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import islice
+from typing import Literal
+
+from ..topology import BlockCosts, Layout, Role
+from .progress import Finished, Hosts, PartProgress
+
+#: A forward ("F") or backward ("B") pass of one micro-batch.
+Kind = Literal["F", "B"]
+KINDS: tuple[Kind, Kind] = ("F", "B")
+#: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
+Work = tuple[Role, Kind, int, int]
+
+
+def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Kind, int]]:
+    """Passes of one stage in the order of DeepSpeed's ``TrainSchedule``.
+
+    As many forwards as there are stages from this one on, then a backward and a forward in turn::
+
+        stage 0 of 4:  F0 F1 F2 F3 B0 F4 B1 F5 B2    B3    B4    B5
+        stage 3 of 4:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+    """
+    warm_up = min(stages - stage, micro_batches)
+    for m in range(warm_up):
+        yield "F", m
+    for m in range(micro_batches):
+        yield "B", m
+        if m + warm_up < micro_batches:
+            yield "F", m + warm_up
+
+
+@dataclass(frozen=True)
+class _SpanPart:
+    """A stage, or a part of it; ``roles``: of all its slices; ``cost``: how long its passes take."""
+
+    roles: tuple[Role, ...]
+    cost: float
+    done: PartProgress
+
+
+@dataclass(eq=False)
+class StageSpan:
+    """Parts of successive stages of one pipeline that the same members compute.
+
+    Attributes:
+        hosts: one, or of tensor slices one each.
+        parts: in the order of their layers.
+        micro_batches: of the pipeline in an iteration.
+        index: of the span among those of its pipeline.
+        count: how many these are.
+        fed: the span that its forward passes are the input of, and that of its backward passes.
+        shared: one of its members computes other spans, too.
+        listed: it is among the spans whose next pass can come.
+        number: of the span among all that are simulated.
+        cursor: how many of ``todo`` are scheduled.
+        free: when the last one of these ends.
+        inputs: by kind and micro-batch when the input of a pass is there, like ``ends``.
+    """
+
+    hosts: tuple[str, ...]
+    parts: Sequence[_SpanPart]
+    micro_batches: int
+    index: int
+    count: int
+    fed: dict[Kind, StageSpan] = field(default_factory=dict)
+    shared: bool = False
+    listed: bool = False
+    number: int = 0
+    cursor: int = 0
+    free: float = 0
+    inputs: dict[Kind, list[float | None]] = field(default_factory=dict)
+    _lengths: dict[Kind, list[tuple[int, float]]] = field(default_factory=dict)  # first micro-batch, time of each part
+
+    @cached_property
+    def todo(self) -> list[tuple[Kind, int]]:
+        """Passes that are left, in 1F1B order."""
+        passes = one_f_one_b(self.micro_batches, self.count, self.index)
+        return [(kind, m) for kind, m in passes if m >= self._done[kind]]
+
+    @cached_property
+    def ends(self) -> dict[Kind, list[float | None]]:
+        """By kind and micro-batch when a pass ends: 0 if it is finished, ``None`` if it is not scheduled yet."""
+        return {kind: [0 if m < done else None for m in range(self.micro_batches)] for kind, done in self._done.items()}
+
+    @cached_property
+    def work(self) -> float:
+        """How long the passes of a micro-batch take."""
+        return sum(part.cost for part in self.parts)
+
+    @cached_property
+    def _done(self) -> dict[Kind, int]:
+        return {kind: min(_counter(part, kind) for part in self.parts) for kind in KINDS}
+
+    def connect(
+        self, before: StageSpan | None, after: StageSpan | None, forward_cost: float, backward_cost: float
+    ) -> None:
+        """Get ready to be simulated between two spans of its pipeline."""
+        beside: dict[Kind, StageSpan | None] = {"F": after, "B": before}
+        self.fed = {kind: span for kind, span in beside.items() if span is not None}
+        given: list[float | None] = [0] * self.micro_batches
+        self.inputs = {"F": before.ends["F"] if before else given, "B": after.ends["B"] if after else given}
+        costs: dict[Kind, float] = {"F": forward_cost, "B": backward_cost}
+        self._lengths = {
+            kind: [(_counter(part, kind), part.cost * cost) for part in self._in_order(kind)]
+            for kind, cost in costs.items()
+        }
+
+    def take(self, kind: Kind, m: int, start: float) -> None:
+        """Schedule the next pass, which begins at ``start``."""
+        end = start
+        for first, length in self._lengths[kind]:
+            if m >= first:
+                end += length
+        self.ends[kind][m] = self.free = end
+        self.cursor += 1
+
+    def run(self) -> None:
+        """:meth:`take` passes as far as their inputs are scheduled; for members that compute nothing else."""
+        cursor, free, inputs, ends, lengths = self.cursor, self.free, self.inputs, self.ends, self._lengths
+        for kind, m in islice(self.todo, cursor, None):
+            there = inputs[kind][m]
+            if there is None:
+                break
+            if there > free:
+                free = there
+            for first, length in lengths[kind]:
+                if m >= first:
+                    free += length
+            ends[kind][m] = free
+            cursor += 1
+        self.cursor, self.free = cursor, free
+
+    def works(self, member: str, passes: Iterable[tuple[Kind, int]]) -> Iterator[Work]:
+        """What ``member`` does in ``passes``: those of parts that have not finished them."""
+        place = self.hosts.index(member)
+        for kind, m in passes:
+            for part in self._in_order(kind):
+                if m >= _counter(part, kind):
+                    yield part.roles[place], kind, m, part.done.begin
+
+    def _in_order(self, kind: Kind) -> Iterable[_SpanPart]:
+        return self.parts if kind == "F" else reversed(self.parts)
+
+
+def _counter(part: _SpanPart, kind: Kind) -> int:
+    return part.done.forwards if kind == "F" else part.done.backwards
+
+
+def spans_of(
+    layout: Layout, copy: int, hosts: Hosts, micro_batches: int, done: Finished, costs: BlockCosts | None
+) -> list[StageSpan]:
+    """The spans of one copy of the model, in the order of their layers."""
+    runs: list[tuple[tuple[str, ...], list[_SpanPart]]] = []
+    for stage in range(layout.stages):
+        first = stage * layout.pipelines + copy * layout.slices
+        ranks = range(first, first + layout.slices)
+        roles, parts, blocks = layout.roles[first : first + layout.slices], done[first], layout.blocks_of(stage)
+        ends = [*(part.begin for part in parts[1:]), blocks]
+        for index, (part, end) in enumerate(zip(parts, ends, strict=True)):
+            members = tuple(hosts[rank][index] for rank in ranks)
+            if costs is not None:
+                cost = costs.part(stage, part.begin, end) * costs.slow(members[0])
+            else:
+                cost = 1 if len(parts) == 1 else (end - part.begin) / blocks
+            if not runs or runs[-1][0] != members:
+                runs.append((members, []))
+            runs[-1][1].append(_SpanPart(roles, cost, part))
+    return [StageSpan(members, parts, micro_batches, index, len(runs)) for index, (members, parts) in enumerate(runs)]
