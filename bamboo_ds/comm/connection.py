@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 #: The kernel takes at most so many pieces in one call.
 _PIECES = 512
 #: Bytes that are made ready for the kernel, and cannot be given up any more then.
-_READY = 1 << 20
+_READY = 1 << 21
 #: Bytes by which small messages are read, and that one call of :meth:`Connection.read` reads at most.
 _BUFFER, _READ_AT_MOST = 1 << 16, 1 << 22
 

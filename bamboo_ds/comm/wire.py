@@ -28,7 +28,7 @@ HEAD = 256
 _PREFIX = struct.Struct("<BBHIqqq")
 _MAX_META = 1 << 28
 #: Bytes of data between two marks.
-SEGMENT = 1 << 18
+SEGMENT = 1 << 20
 #: Marks: the frame goes on, or ends here and is void.
 MORE, VOID = memoryview(b"\1"), memoryview(b"\0")
 
