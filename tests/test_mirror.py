@@ -37,7 +37,7 @@ def view(mirror: Mirror) -> None:
 def test_records_that_cannot_be_read_are_told_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, LOGGER)
     bad = [f"{kind}a" for kind in KINDS] + [Keys.LEADER, Keys.STOP, Keys.RESTART]
-    entries = {key: KeyValue(key, '{"token": "secret"}', n + 1, 1) for n, key in enumerate([*bad, "epochs/x/store"])}
+    entries = {key: KeyValue(key, '{"token": "secret"}', n + 1, 1) for n, key in enumerate([*bad, "epochs/x/timing"])}
     mirror = Mirror(Snapshot(entries, 100))
     for _ in range(3):
         view(mirror)

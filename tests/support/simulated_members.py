@@ -258,7 +258,9 @@ def make(
     return SimCoordinator(
         store,
         Leader(store, events, settings, member, clock=host.clock),
-        member_record(settings, member, 1, f"{member} 1 token").model_copy(update={"agent_started": None, "process_space": ""}),
+        member_record(settings, member, 1, f"{member} 1 token").model_copy(
+            update={"agent_started": None, "process_space": ""}
+        ),
         lease_ttl_s=settings.bamboo.membership.lease_ttl_s,
         callbacks=callbacks,
         last_heartbeat=more.get("last_heartbeat", lambda: None),
