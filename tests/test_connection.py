@@ -83,8 +83,8 @@ class Ends:
         """Until all is sent and read."""
         while self.sender.written < self.sender.sent:
             before = self.narrow.taken
-            self.sender.flush()
             self.receiver.read()
+            self.sender.flush()
             assert self.narrow.taken > before, "nothing goes on"
         self.receiver.read()
 
@@ -207,7 +207,7 @@ def test_an_ended_epoch_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPat
             sent_since = 3 * wire.HEAD + (100 + 2) + (sum(map(len, CUT)) + 2)
             assert ends.narrow.taken <= cut + ready + wire.HEAD + SEGMENT + 1 + sent_since
         else:
-            assert [found[2] for found in old] == [1, 2]
+            assert [found[2] for found in old] == [1, 2][: 1 + (cut == size)]
         new = [found for found in ends.got if found[0] == 2]
         assert [found[2] for found in new] == [3, 4]
         assert same(new[0][3], filled(100)) and same(new[1][3], (CUT[0], filled(0), CUT[1]))
@@ -364,7 +364,10 @@ def test_connections_outlive_ten_epochs(hubs: Hubs) -> None:
     """The same two descriptors, though each epoch is cut in the middle of a message of some MiB."""
     large = filled(8 << 20)
     opened: set[tuple[int, ...]] = set()
-    for epoch in range(1, 11):
+    first = Inbox(hubs["b"], 1)
+    say(hubs, "a", "b", 1, 0)
+    first.wait(lambda: bool(first.got))
+    for epoch in range(2, 12):
         inboxes = {name: Inbox(hub, epoch) for name, hub in hubs.items()}
         for source, destination in (("a", "b"), ("b", "a")):
             say(hubs, source, destination, epoch, epoch, filled(epoch))

@@ -54,7 +54,7 @@ def test_every_member_is_in_it_once() -> None:
                 while (parent := found[at].parent) is not None:
                     assert at in found[parent].children
                     at, steps = parent, steps + 1
-                assert at == "m0" and (width == 1 or width**steps <= count), "it is deeper than it has to be"
+                assert at == "m0" and sum(width**depth for depth in range(steps)) < count, "it is too deep"
             assert sum(len(tree.children) for tree in found.values()) == count - 1
 
 
