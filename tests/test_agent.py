@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 import pytest
 
+from bamboo_ds.comm.places import Place
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.mailbox import Mailbox
@@ -45,7 +46,7 @@ def leader_of(job: Job) -> int:
     return next(rank for rank in range(job.world) if job.member(rank) == leader)
 
 
-def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None:
+def test_start_gives_everyone_the_same_plans_and_says_where_workers_listen(start: Start) -> None:
     job = start(4).run(pipelines=2)
     members = [job.member(r) for r in range(4)]
     assert job.wait_epoch(1)["owners"] == members
@@ -53,11 +54,16 @@ def test_start_gives_everyone_the_same_plans_and_the_store(start: Start) -> None
     assert plan["layout"] == {"pipelines": 2, "stages": 2, "sharded": False, "slices": 1, "blocks": []}
     assert plan["owners"] == members
     assert plan["shadows"] == [members[2], members[3], members[0], members[1]]
-    assert [t["address"] for t in job.find("store")] == [["127.0.0.1", 4711]] * 4
+    places = [Place.parse(place) for place in plan["places"]]
+    assert plan["places"] == job.wait_epoch(1)["places"] and {place.host for place in places} == {"127.0.0.1"}
+    assert len({place.port for place in places}) == len({place.token for place in places}) == 4
+    for rank, place in enumerate(places):
+        listening = psutil.Process(job.hello(rank)["pid"]).net_connections("tcp")
+        assert [each.laddr.port for each in listening if each.status == psutil.CONN_LISTEN] == [place.port]
     env = job.hello(3)["env"]
     assert env["RANK"] == env["LOCAL_RANK"] == "3"
     assert env["WORLD_SIZE"] == env["LOCAL_WORLD_SIZE"] == env["LOCAL_SIZE"] == "4"
-    assert "BAMBOO_CHANNEL_FD" not in env
+    assert "BAMBOO_CHANNEL_FD" not in env and "BAMBOO_LISTENER" not in env
     assert "BAMBOO_STORE" not in env
     job.finish()
     assert not job.events("member_lost")
@@ -228,7 +234,9 @@ def test_when_all_members_stop_at_once_the_job_starts_again(start: Start) -> Non
     job.wait(lambda: again().keys() == {0, 1}, "both come back")
     for member in again().values():
         job.tell_member(member, "go")
-    job.wait(lambda: {told["rank"] for told in job.find("store")[2:]} == {0, 1}, "they have a plan")
+    job.wait(
+        lambda: {told["rank"] for told in job.find("plan") if told["plan"]["generation"]} == {0, 1}, "they have a plan"
+    )
     job.finish()
     assert len(job.events("restart")) == 1
 

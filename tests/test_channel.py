@@ -13,17 +13,18 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
+from bamboo_ds.comm.places import Listener
 from bamboo_ds.control.messages import (
     EventReport,
     ExitNotice,
     Heartbeat,
     Message,
+    Peers,
     PlanPush,
     parse_to_agent,
     parse_to_worker,
 )
-from bamboo_ds.control.registry.records import LayoutRecord, StoreRecord, SuspicionRecord
-from bamboo_ds.errors import EpochChanged
+from bamboo_ds.control.registry.records import LayoutRecord, PeerAddress, SuspicionRecord
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import channel as module
@@ -98,7 +99,6 @@ def test_messages_survive_their_line() -> None:
     plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), unheld=(1,))
     assert parse_to_worker(PlanPush(plan=plan).to_line()) == PlanPush(plan=plan)
     for message in (
-        StoreRecord(epoch=1, host="h", port=2),
         Heartbeat(step=3, checkpoint="/x"),
         LayoutRecord(id="a", layout=Layout(2, 3), redundant=True),
         SuspicionRecord(accused="b", by="a", epoch=1, reason="a\nb"),
@@ -117,8 +117,6 @@ def test_plans_arrive_newest_first_and_never_older(agent: Agent) -> None:
     agent.push(PlanPush(plan=replace(PLAN, epoch=2)), PlanPush(plan=PLAN), PlanPush(plan=replace(PLAN, epoch=4)))
     assert agent.channel.wait_plan(3, 10).epoch == 4
     assert agent.channel.wait_plan(0, 10).epoch == 4
-    agent.push(StoreRecord(epoch=4, host="h", port=5))
-    assert agent.channel.wait_store(4, 10) == ("h", 5)
     assert [plan.epoch for plan in agent.plans] == [2, 4]
     with pytest.raises(TimeoutError, match="epoch above 4"):
         agent.channel.wait_plan(4, 0.05)
@@ -132,29 +130,39 @@ def test_message_in_pieces(agent: Agent) -> None:
     assert agent.channel.wait_plan(0, 10) == PLAN
 
 
-def test_waiting_for_a_store_ends_with_its_epoch(agent: Agent) -> None:
+def test_every_plan_can_be_entered_at_the_next_boundary(agent: Agent) -> None:
     agent.start()
-    agent.push(PlanPush(plan=PLAN))
-    agent.channel.wait_plan(0, 10)
-    with pytest.raises(TimeoutError, match="epoch 1"):
-        agent.channel.wait_store(1, 0.05)
-    raised: list[float] = []
+    assert agent.channel.boundary() == 0
+    for epoch, immediate in ((1, True), (2, False)):
+        agent.push(PlanPush(plan=replace(PLAN, epoch=epoch, immediate=immediate)))
+        agent.channel.await_boundary(epoch - 1, 10)
+        assert agent.channel.boundary() == epoch
+
+
+def test_a_wait_ends_with_the_agent(agent: Agent) -> None:
+    """Whatever it is for: a plan, or those who can tell what the job has done."""
+    agent.start()
+    with pytest.raises(TimeoutError, match="no worker of the job is known"):
+        agent.channel.wait_peers(0.05)
+    raised: list[str] = []
 
     def wait() -> None:
-        with pytest.raises(EpochChanged):
-            agent.channel.wait_store(1, 30)
-        raised.append(time.monotonic())
+        with pytest.raises(ConnectionError, match="the channel to the agent is closed") as error:
+            agent.channel.wait_peers(30)
+        raised.append(str(error.value))
 
     waiter = threading.Thread(target=wait)
     waiter.start()
-    begin = time.monotonic()
-    agent.push(PlanPush(plan=replace(PLAN, epoch=2)))
+    agent.sock.shutdown(socket.SHUT_RDWR)
     waiter.join(10)
-    assert raised
-    assert raised[0] - begin < 10.0
-    agent.channel.publish_store(2, "127.0.0.1", 9)
-    assert agent.channel.wait_store(2, 1) == ("127.0.0.1", 9)
-    assert agent.read(StoreRecord) == StoreRecord(epoch=2, host="127.0.0.1", port=9)
+    assert raised and agent.closed.wait(10)
+
+
+def test_peers_arrive(agent: Agent) -> None:
+    agent.start()
+    peers = (PeerAddress(url="http://127.0.0.1:1", token="t"), PeerAddress(url="http://127.0.0.1:2", token="u"))
+    agent.push(Peers(peers=peers))
+    assert agent.channel.wait_peers(10) == peers
 
 
 def test_reports(agent: Agent) -> None:
@@ -274,8 +282,13 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = socket.socketpair()
     fd = theirs.detach()
     os.set_inheritable(fd, True)
+    door = Listener.open("127.0.0.1")
+    reached = door.place
+    listening = door.socket.detach()
+    os.set_inheritable(listening, True)
     settings = {
         "BAMBOO_CHANNEL_FD": str(fd),
+        "BAMBOO_LISTENER": f"{listening} {door.token}",
         "BAMBOO_MEMBER": "m3-ab",
         "BAMBOO_JOB": "j",
         "BAMBOO_ADDRESS": "127.0.0.2",
@@ -294,11 +307,13 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         4,
         "127.0.0.2",
     )
-    assert "BAMBOO_CHANNEL_FD" not in os.environ
-    assert not os.get_inheritable(fd)
+    assert channel.listener is not None and channel.listener.place == reached
+    assert "BAMBOO_CHANNEL_FD" not in os.environ and "BAMBOO_LISTENER" not in os.environ
+    assert not os.get_inheritable(fd) and not os.get_inheritable(listening)
     pid = os.fork()
     if pid == 0:  # a forked child, such as a DataLoader's, is no worker
         os._exit(0 if WorkerChannel.from_environment() is None else 1)
     assert os.waitpid(pid, 0)[1] == 0
     channel.close()
+    channel.listener.socket.close()
     ours.close()

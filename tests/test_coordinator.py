@@ -84,7 +84,6 @@ class Member:
             lease_ttl_s=ttl_s,
             callbacks=Callbacks(
                 on_plan=self._take,
-                on_store=lambda found: None,
                 on_peers=lambda peers: None,
                 on_stop=self.stops.put,
                 on_error=self.errors.put,

@@ -5,10 +5,8 @@ from __future__ import annotations
 import atexit
 import os
 import signal
-import socket
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 
 import psutil
@@ -16,8 +14,10 @@ import pytest
 import torch
 from torch import distributed as dist
 
-from bamboo_ds.comm.keyvalue import Client, Server
+from bamboo_ds.comm import wire
+from bamboo_ds.comm.places import Place
 from tests.support.comm_worker import Member, cluster
+from tests.support.hubs import Hubs, Inbox
 from tests.support.jobs import run_text
 
 pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration, pytest.mark.usefixtures("fork_server")]
@@ -71,27 +71,31 @@ def test_a_child_ends_nothing() -> None:
         assert made.everybody("call", lambda _: (all_reduce,)) == [2.0, 2.0]
 
 
-def test_a_closed_store_is_closed() -> None:
-    """A child that was forked while it was open holds nothing of it."""
-    server = Server("127.0.0.1", 7)
+def test_what_is_closed_is_closed() -> None:
+    """A child that was forked while it was open holds nothing of it: neither a connection nor the port."""
+    hubs = Hubs("ab")
+    inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    ports = {Place.parse(place).port for place in hubs.places}
+    hubs["a"].reach("b", hubs["b"].place).send(1, wire.encode(b"key", 1, None, 1))
+    inboxes["b"].wait(lambda: bool(inboxes["b"].got))
     reading, writing = os.pipe()
     try:
-        client = Client(socket.create_connection(("127.0.0.1", server.port)), 7, timedelta(seconds=20))
         child = os.fork()
         if child == 0:
             os.write(writing, b"\0")
             signal.pause()
             os._exit(0)
     finally:
-        server.close()
+        hubs.pop("b").close()
     try:
         assert os.read(reading, 1) == b"\0"
-        with pytest.raises(ConnectionError):
-            client.call("get", keys=["never"])
+        inboxes["a"].wait(lambda: bool(inboxes["a"].lost))
+        assert inboxes["a"].lost[0][0] == "b"
         # Not by connecting: another process may have got the port by now.
-        for pid in (os.getpid(), child):
-            held = psutil.Process(pid).net_connections("tcp")
-            assert server.port not in [each.laddr.port for each in held], pid
+        held = [each for each in psutil.Process(child).net_connections("tcp") if each.laddr.port in ports]
+        assert not held
+        hubs.close()
+        assert not ports & {each.laddr.port for each in psutil.Process().net_connections("tcp") if not each.raddr}
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)

@@ -16,11 +16,11 @@ from typing import TypeVar
 
 import pytest
 
-from bamboo_ds.control.messages import ExitNotice, Message, PlanPush, parse_to_agent
-from bamboo_ds.control.registry.records import StoreRecord
+from bamboo_ds.comm.places import Listener
+from bamboo_ds.control.messages import ExitNotice, Heartbeat, Message, PlanPush, parse_to_agent
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
-from bamboo_ds.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_MEMBER
+from bamboo_ds.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_LISTENER, ENV_MEMBER
 
 pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 
@@ -57,7 +57,10 @@ class Worker:
         env |= {ENV_FD: str(theirs.fileno()), ENV_MEMBER: "a", ENV_JOB: "j", ENV_ADDRESS: "127.0.0.1"}
         if joiner:
             env[ENV_JOINER] = "1"
-        with theirs, open(self._log, "wb") as log:
+        listener = Listener.open("127.0.0.1")
+        self._place = str(listener.place)
+        env[ENV_LISTENER] = listener.handed_on()
+        with theirs, listener.socket, open(self._log, "wb") as log:
             self.process = subprocess.Popen(
                 [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
                 env=env,
@@ -65,14 +68,14 @@ class Worker:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 bufsize=0,
-                pass_fds=[theirs.fileno()],
+                pass_fds=[theirs.fileno(), listener.socket.fileno()],
             )
 
-    def push(self, plan: Plan) -> None:
+    def push(self, plan: Plan, **places: str) -> None:
+        """``places``: of other members than the worker."""
+        known = {"a": self._place, **places}
+        plan = replace(plan, places=tuple(known.get(member, "") for member in plan.members))
         self._sock.sendall(PlanPush(plan=plan).to_line())
-
-    def push_store(self, epoch: int, host: str, port: int) -> None:
-        self._sock.sendall(StoreRecord(epoch=epoch, host=host, port=port).to_line())
 
     def read(self, kind: type[M]) -> M:
         """The next message of ``kind``; others are skipped."""
@@ -180,61 +183,65 @@ def test_end_that_meets_a_fatal_loss(begin: Begin) -> None:
 # -- epochs -------------------------------------------------------------------------------------------------
 
 
-def test_store_of_an_epoch_does_not_wait_for_the_script_of_its_host(begin: Begin) -> None:
-    """It is told once: not again when the script calls, and the epoch is entered."""
+def test_an_epoch_is_entered_without_waiting_for_anybody(begin: Begin) -> None:
+    """Whatever came meanwhile, the newest one; another member, stopped say, keeps nobody from it."""
     worker = begin("""
         sys.stdin.readline()  # whatever a script does between two calls
+        channel.wait_plan(3, 60)
         job.enter(job.next_plan(1))
         print("epoch", job.session.epoch)
     """)
     worker.push(ALONE)
     worker.wait_started()
-    for epoch, immediate in ((2, True), (3, False), (4, True)):
-        worker.push(replace(ALONE, epoch=epoch, immediate=immediate))
-        while worker.read(StoreRecord).epoch < epoch:
-            continue
-        assert worker.process.poll() is None
-    assert worker.end() == (0, "epoch 4\n")
-    assert [told.epoch for told in worker.all_read(StoreRecord)] == [1, 2, 3, 4]
+    silent = Listener.open("127.0.0.1")  # takes connections, and says nothing
+    with silent.socket:
+        for epoch, immediate in ((2, True), (3, False), (4, True)):
+            plan = replace(ALONE, epoch=epoch, immediate=immediate, members=("b", "a"), homes=(0, 0))
+            worker.push(plan, b=str(silent.place))
+        assert worker.end() == (0, "epoch 4\n"), worker.errors()
 
 
 def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
-    """A member without any epoch does not wait in the old one for those who have left it."""
+    """A member without any epoch does not call those who have left the old one."""
     worker = begin(
         """
-        plan = job.next_plan(0)
-        store = channel.wait_store(plan.epoch, 60)
+        import threading
+
+        plan, abort, learnt = job.next_plan(0), job.session.abort, threading.Event()
+        job.session.abort = lambda *arguments, **more: (abort(*arguments, **more), learnt.set())
         print("at the door", flush=True)
         sys.stdin.readline()
+        assert learnt.wait(60)
         try:
-            job.session.attach(plan, store)
+            job.session.attach(plan)
         except EpochChanged as error:
             print(type(error).__name__, error)
         """,
         joiner=True,
     )
-    with socket.create_server(("127.0.0.1", 0)) as store:
-        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), homes=(0, 0)))
-        worker.push_store(1, *store.getsockname())
+    other = Listener.open("127.0.0.1")
+    with other.socket:
+        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), homes=(0, 0)), b=str(other.place))
         worker.wait_started()
         assert worker.line() == "at the door\n"
         worker.push(replace(ALONE, epoch=2, lost=("b",)))
-        assert worker.read(StoreRecord).epoch == 2  # now the worker has learnt of it
         code, printed = worker.end()
         assert code == 0, worker.errors()
         assert printed.startswith("EpochChanged ") and "plan of epoch 2 arrived" in printed
-        store.setblocking(False)
+        other.socket.setblocking(False)
         with pytest.raises(BlockingIOError):
-            store.accept()
+            other.socket.accept()
 
 
 def test_loss_before_the_first_epoch_is_entered(begin: Begin) -> None:
     """Nothing of the script has failed: the job may start again."""
     worker = begin("")
-    worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), homes=(0, 1)))
-    assert worker.read(StoreRecord).epoch == 1
-    worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), unheld=(1,)))
-    notice = worker.read(ExitNotice)
-    # The first when it was waiting for b, the second when it was about to.
-    assert notice.reason.startswith(("EpochChanged: ", "FatalLoss: ")) and not notice.failed
-    assert worker.end() == (EXIT_FATAL_LOSS, "")
+    other = Listener.open("127.0.0.1")
+    with other.socket:
+        worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), homes=(0, 1)), b=str(other.place))
+        worker.read(Heartbeat)
+        worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), unheld=(1,)))
+        notice = worker.read(ExitNotice)
+        # The first when it was waiting for b, the second when it was about to.
+        assert notice.reason.startswith(("EpochChanged: ", "FatalLoss: ")) and not notice.failed
+        assert worker.end() == (EXIT_FATAL_LOSS, "")

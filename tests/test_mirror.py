@@ -37,7 +37,7 @@ def view(mirror: Mirror) -> None:
 def test_records_that_cannot_be_read_are_told_once_and_left_out(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, LOGGER)
     bad = [f"{kind}a" for kind in KINDS] + [Keys.LEADER, Keys.STOP, Keys.RESTART]
-    entries = {key: KeyValue(key, '{"token": "secret"}', n + 1, 1) for n, key in enumerate([*bad, "epochs/x/store"])}
+    entries = {key: KeyValue(key, '{"token": "secret"}', n + 1, 1) for n, key in enumerate([*bad, "epochs/x/timing"])}
     mirror = Mirror(Snapshot(entries, 100))
     for _ in range(3):
         view(mirror)
@@ -64,8 +64,8 @@ def test_a_member_whose_record_cannot_be_read_is_still_there(change: tuple[str, 
 def test_a_plan_that_cannot_be_read_is_an_error() -> None:
     plan = initial_plan(["a", "b"]).to_json()
     mirror = Mirror(Snapshot({}, 1))
-    with pytest.raises(ProtocolError, match=r"has version 4.* reads 3 at most.* same version"):
-        mirror.apply(put(Keys.PLAN, plan.replace('"schema":3', '"schema":4'), 2))
+    with pytest.raises(ProtocolError, match=r"has version 5.* reads 4 at most.* same version"):
+        mirror.apply(put(Keys.PLAN, plan.replace('"schema":4', '"schema":5'), 2))
     with pytest.raises(ProtocolError, match=r"cannot be read: owners\.0: "):
         Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.replace('"owners":[', '"owners":[null,'), 3, 1)}, 3))
 

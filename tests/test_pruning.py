@@ -20,7 +20,6 @@ from bamboo_ds.control.registry.records import (
     ProgressRecord,
     Record,
     StopRecord,
-    StoreRecord,
     SuspicionRecord,
     TimingRecord,
     WorkerState,
@@ -74,7 +73,6 @@ def departed(member: str, step: int, checkpoint: str | None = None) -> dict[str,
 def records(entered: Iterable[str] = LIVING) -> dict[str, Record]:
     found: dict[str, Record] = {Keys.LEADER: LeaderRecord(id="a"), Keys.SPEC: JobRecord(job="j", world_size=2)}
     for epoch in range(1, EPOCH + 1):
-        found[Keys.store(epoch)] = StoreRecord(epoch=epoch, host="h", port=1)
         found[Keys.timing(epoch)] = TimingRecord(epoch=epoch, detection_s=0.1, plan_s=0.1)
     for n, name in enumerate(DEPARTED):
         found |= departed(name, step=n)

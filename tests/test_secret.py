@@ -8,13 +8,11 @@ import logging
 import os
 import re
 import resource
-import selectors
 import socket
 import struct
 import threading
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +20,10 @@ import pytest
 from cryptography import x509
 
 from bamboo_ds import secret
-from bamboo_ds.comm import handshake
+from bamboo_ds.comm import handshake, wire
 from bamboo_ds.comm.handshake import Door, Handshake, Refused, calling, hosting
-from bamboo_ds.comm.keyvalue import Client, Server
+from bamboo_ds.comm.loop import SocketLoop
+from bamboo_ds.comm.places import Place
 from bamboo_ds.control.agent.command import worker_environment
 from bamboo_ds.control.registry.access import check_secret, embedded_etcd
 from bamboo_ds.control.registry.keys import Keys
@@ -39,6 +38,7 @@ from bamboo_ds.store.certificates import certificates_of
 from bamboo_ds.store.records import KeyValue, Snapshot, WatchEvent
 from bamboo_ds.topology.planner import initial_plan
 
+from .support.hubs import Hubs, Inbox
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/security.md")
@@ -242,16 +242,27 @@ def test_commands_say_what_is_wrong_with_the_secret(
 
 
 # -- connections ------------------------------------------------------------------------------------------
+#: What members find in the plan.
+TOKEN = "a token of ours"
+
+
+def hello(purpose: bytes = b"wire", length: int = 1, rest: bytes = b"a") -> bytes:
+    """A caller's first words, with whatever proof."""
+    return struct.pack("<8s8s32sH", b"bamboo-3", purpose, bytes(32), length) + rest
+
+
 class Ends:
     """Both ends of a connection, and what each comes to."""
 
-    def __init__(self, caller: JobSecret, host: JobSecret, *, name: str = "a", epoch: int = 3) -> None:
+    def __init__(
+        self, caller: JobSecret, host: JobSecret, *, token: str = TOKEN, expected: str = "b", purpose: str = "wire"
+    ) -> None:
         one, other = socket.socketpair()
         for end in (one, other):
             end.setblocking(False)
         with one, other:
-            self.caller = Handshake(one, calling(caller, "link", epoch, name, "b"))
-            self.host = Handshake(other, hosting(host, "link", 3, "b", {"a", "c"}.__contains__))
+            self.caller = Handshake(one, calling(caller, purpose, token, "a", expected))
+            self.host = Handshake(other, hosting(host, "wire", TOKEN, "b"))
             self.names: list[str | None] = []
             self.refused: list[str] = []
             for end in (self.host, self.caller, self.host):
@@ -271,57 +282,112 @@ def test_both_ends_prove_themselves() -> None:
 
 @pytest.mark.parametrize(("caller", "host"), [(OURS, OTHER), (NONE, OURS), (OURS, NONE)])
 def test_nobody_with_another_secret_gets_in(caller: JobSecret, host: JobSecret) -> None:
+    """Nor learns anything: it is not answered."""
     ends = Ends(caller, host)
-    assert "b" not in ends.names and "a" not in ends.names
-    assert len(ends.refused) == 1 and ENV_SECRET_FILE in ends.refused[0]  # the caller: it has seen no proof
+    assert "b" not in ends.names and "a" not in ends.names and not ends.host.answered
+    assert ends.refused == [f"'a' does not know where b is, or has another secret: check {secret.SETTING}"]
+    assert ENV_SECRET_FILE in ends.refused[0]
 
 
-def test_the_host_believes_no_one_either(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A caller that does not ask for the host's proof has to give its own all the same."""
-    monkeypatch.setattr(JobSecret, "proves", lambda own, tag, *facts: own == OTHER or tag == own.tag(*facts))
-    ends = Ends(OTHER, OURS)
-    assert ends.names == [None, "b"]
-    assert ends.refused == [f"the caller is not a, or has another secret: check {secret.SETTING}"]
+@pytest.mark.parametrize("own", [OURS, NONE])
+def test_nobody_with_another_token_gets_in(own: JobSecret) -> None:
+    """In a job without a secret it is all there is to know."""
+    for token in ("another", ""):
+        ends = Ends(own, own, token=token)
+        assert "b" not in ends.names and "a" not in ends.names and not ends.host.answered
+        assert len(ends.refused) == 1 and "'a' does not know where b is" in ends.refused[0]
 
 
-@pytest.mark.parametrize(("name", "epoch"), [("x", 3), ("a", 2)])
-def test_who_is_not_expected_does_not_get_in(name: str, epoch: int) -> None:
-    (refused,) = Ends(OURS, OURS, name=name, epoch=epoch).refused
-    assert f"'{name}' is not expected in epoch 3 (it says {epoch})" == refused
+class Impostor:
+    """Takes whatever is given for proof, and gives what it has."""
+
+    def __init__(self, own: JobSecret) -> None:
+        self._own = own
+
+    def tag(self, *facts: str | bytes | int) -> bytes:
+        return self._own.tag(*facts)
+
+    def proves(self, tag: bytes, *facts: str | bytes | int) -> bool:
+        return True
 
 
-class Listener(socket.socket):
+@pytest.mark.parametrize(("own", "token"), [(OTHER, TOKEN), (NONE, TOKEN), (OURS, "another")])
+def test_a_host_that_does_not_know_is_not_believed(own: JobSecret, token: str) -> None:
+    """At the address of a member, it lets everybody in who calls."""
+    one, other = socket.socketpair()
+    with one, other:
+        caller = Handshake(one, calling(OURS, "wire", TOKEN, "a", "b"))
+        host = Handshake(other, hosting(Impostor(own), "wire", token, "b"))  # type: ignore[arg-type]
+        assert host._next(other.recv(8)) is None
+        for end in (one, other):
+            end.setblocking(False)
+        assert host.advance() is None and host.answered
+        with pytest.raises(Refused, match=f"whoever answers there is not b of this job.*{re.escape(ENV_SECRET_FILE)}"):
+            caller.advance()
+
+
+def test_the_host_believes_no_one_either() -> None:
+    """A caller whose first proof is right has to give the second one all the same: it may have overheard the first."""
+
+    def talk() -> Iterator[bytes | int]:
+        nonce = bytes(32)
+        yield hello(rest=b"a" + OURS.tag("hello", "wire", TOKEN, "a", "b", nonce))
+        yield 64
+        yield OTHER.tag("caller", "wire", TOKEN, "a", "b", nonce, bytes(32))
+        yield 1
+
+    one, other = socket.socketpair()
+    with one, other:
+        for end in (one, other):
+            end.setblocking(False)
+        caller = Handshake(one, talk())  # type: ignore[arg-type]
+        host = Handshake(other, hosting(OURS, "wire", TOKEN, "b"))
+        assert host.advance() is None and host.answered and caller.advance() is None
+        with pytest.raises(Refused) as error:
+            host.advance()
+    assert str(error.value) == f"the caller is not a, or has another secret: check {secret.SETTING}"
+
+
+@pytest.mark.parametrize(("expected", "purpose"), [("c", "wire"), ("b", "state")])
+def test_who_wants_somebody_or_something_else_does_not_get_in(expected: str, purpose: str) -> None:
+    """Another member, or another port of this one."""
+    ends = Ends(OURS, OURS, expected=expected, purpose=purpose)
+    assert "a" not in ends.names and not ends.host.answered and len(ends.refused) == 1
+    assert ("it wants something else" if purpose != "wire" else "does not know where b is") in ends.refused[0]
+
+
+class ShortListener(socket.socket):
     """Has no descriptor for a caller, so many times."""
 
     shortage = 0
 
     def accept(self) -> tuple[socket.socket, Any]:
-        if Listener.shortage:
-            Listener.shortage -= 1
+        if ShortListener.shortage:
+            ShortListener.shortage -= 1
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         return super().accept()
 
 
 class Street:
-    """A door of ours, and an open street before it.
+    """A door of ours, and an open street before it. The test is the loop's thread.
 
     Args:
-        expected: members that may come.
+        expected: how many members may come.
     """
 
-    def __init__(self, expected: Collection[str] = ("a",)) -> None:
-        self._selector = selectors.DefaultSelector()
-        self._listener = Listener(socket.AF_INET, socket.SOCK_STREAM)
+    def __init__(self, expected: int = 1) -> None:
+        self._loop = SocketLoop()
+        self._listener = ShortListener(socket.AF_INET, socket.SOCK_STREAM)
         self._listener.bind(("127.0.0.1", 0))
         self._listener.listen(1000)
         self._listener.setblocking(False)
-        self.door = Door(
-            self._selector,
-            self._listener,
-            lambda: hosting(OURS, "link", 3, "b", expected.__contains__),
-            len(expected),
-        )
+        self._found: list[str] = []
         self.callers: list[socket.socket] = []
+        self.door = Door(self._loop, self._listener, lambda: hosting(OURS, "wire", TOKEN, "b"), self._admit, expected)
+
+    def _admit(self, name: str, opened: socket.socket) -> None:
+        self._found.append(name)
+        self.callers.append(opened)
 
     def call(self, data: bytes = b"") -> socket.socket:
         caller = socket.create_connection(self._listener.getsockname())
@@ -329,22 +395,23 @@ class Street:
         caller.sendall(data)
         return caller
 
+    def member(self, name: str = "a", caller: socket.socket | None = None) -> Handshake:
+        """One of the job, that has said its first words."""
+        return Handshake(caller or self.call(), calling(OURS, "wire", TOKEN, name, "b"))
+
     def attend(self) -> list[str]:
         """Until nothing is to be done; those who have proven themselves."""
-        found = []
-        while ready := self._selector.select(0):
-            for key, _ in ready:
-                known = self.door.attend(key.fileobj)  # type: ignore[arg-type]
-                if known is not None:
-                    found.append(known[0])
-                    self.callers.append(known[1])
+        while ready := self._loop._epoll.poll(0.0):
+            for descriptor, events in ready:
+                self._loop._handlers.get(descriptor, lambda _: None)(events)
+        found, self._found = self._found, []
         return found
 
     def close(self) -> None:
         self.door.close()
         for opened in (*self.callers, self._listener):
             opened.close()
-        self._selector.close()
+        self._loop.close()
 
 
 @pytest.fixture
@@ -355,9 +422,9 @@ def street() -> Iterator[Street]:
 
 
 def test_silent_callers_keep_nobody_waiting(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
-    silent = [street.call(b"" if number % 2 else b"bamboo-2") for number in range(20)]
+    silent = [street.call(b"" if number % 2 else b"bamboo-3") for number in range(20)]
     assert street.attend() == []
-    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    member = street.member()
     assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
     for caller in silent:
         caller.setblocking(False)
@@ -377,9 +444,9 @@ def test_silent_callers_keep_nobody_waiting(street: Street, monkeypatch: pytest.
 
 def test_a_crowd_costs_no_more_than_its_bound(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "CALLERS", 8)
-    crowd = [street.call(b"bamboo-2") for _ in range(30)]
+    crowd = [street.call(b"bamboo-3") for _ in range(30)]
     assert street.attend() == [] and len(street.door._callers) == 9  # one is expected
-    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    member = street.member()
     assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
     assert [caller.recv(1) for caller in crowd[:21]] == [b""] * 21
 
@@ -387,18 +454,18 @@ def test_a_crowd_costs_no_more_than_its_bound(street: Street, monkeypatch: pytes
 def test_a_crowd_crowds_no_member_out(street: Street, monkeypatch: pytest.MonkeyPatch) -> None:
     """One that has said who it is, and then has something else to do."""
     monkeypatch.setattr(handshake, "CALLERS", 8)
-    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
+    member = street.member()
     assert street.attend() == []
-    for _ in range(30):
-        street.call(b"bamboo-2")
+    for number in range(30):
+        street.call(b"bamboo-3" if number % 2 else hello(rest=b"a" + OTHER.tag("hello")))
     assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
 
 
 def test_more_members_than_strangers_may_call(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(handshake, "CALLERS", 8)
     names = [f"m{number}" for number in range(40)]
-    with contextlib.closing(Street(names)) as street:
-        calls = [Handshake(street.call(), calling(OURS, "link", 3, name, "b")) for name in names]
+    with contextlib.closing(Street(len(names))) as street:
+        calls = [street.member(name) for name in names]
         assert street.attend() == []
         assert [call.advance() for call in calls] == ["b"] * 40
         assert sorted(street.attend()) == sorted(names)
@@ -407,15 +474,23 @@ def test_more_members_than_strangers_may_call(monkeypatch: pytest.MonkeyPatch) -
 def test_a_stranger_makes_room_when_there_are_no_descriptors(
     street: Street, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(handshake, "_SHORTAGE_S", 0.0)
-    strangers = [street.call(b"bamboo-2") for _ in range(3)]
+    """Without one, the door looks away from its listener for a moment: it costs neither time nor other members'."""
+    strangers = [street.call(b"bamboo-3") for _ in range(3)]
+    known = street.member("c")
     assert street.attend() == []
-    monkeypatch.setattr(Listener, "shortage", 5)
-    member = Handshake(street.call(), calling(OURS, "link", 3, "a", "b"))
-    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
+    monkeypatch.setattr(handshake, "_SHORTAGE_S", 0.0)
+    monkeypatch.setattr(ShortListener, "shortage", 5)
+    member = street.member()
+    assert street.attend() == [] and ShortListener.shortage == 1  # it looks elsewhere, and not again and again
     for stranger in strangers:
         stranger.settimeout(5.0)
         assert stranger.recv(1) == b""
+    assert known.advance() == "b" and street.attend() == ["c"]  # meanwhile others go on
+    assert ShortListener.shortage == 1
+    street.door.grace()  # that moment is over
+    assert street.attend() == [] and ShortListener.shortage == 0
+    street.door.grace()
+    assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
     assert sum("ulimit -n" in record.message for record in caplog.records) == 1  # of two times without any of them
 
 
@@ -435,11 +510,13 @@ def test_the_limit_of_open_files_is_raised() -> None:
     [
         b"GET / HTTP/1.1\r\n\r\n",
         b"\xff" * 200,
-        struct.pack("<8s8sq32sH", b"bamboo-2", b"store", 3, bytes(32), 1) + b"a",
-        struct.pack("<8s8sq32sH", b"bamboo-2", b"link", 3, bytes(32), 65535) + b"a" * 65535,
         struct.pack("<8s8sq32sH", b"bamboo-2", b"link", 3, bytes(32), 1) + b"a" + bytes(32),
+        hello(purpose=b"store"),
+        hello(length=65535, rest=b"a" * 65535),
+        hello(rest=b"a" + bytes(32)),
+        hello(rest=b"\xff" + OURS.tag("hello", "wire", "another token", "a", "b", bytes(32))),
     ],
-    ids=["http", "noise", "other purpose", "long name", "no proof"],
+    ids=["http", "noise", "older version", "other purpose", "long name", "no proof", "other token"],
 )
 def test_strangers_are_sent_away(street: Street, words: bytes) -> None:
     caller = street.call(words)
@@ -462,7 +539,7 @@ def test_what_was_overheard_opens_nothing(street: Street) -> None:
     address = street._listener.getsockname()
     with Overheard(socket.AF_INET, socket.SOCK_STREAM) as caller:
         caller.connect(address)
-        member = Handshake(caller, calling(OURS, "link", 3, "a", "b"))
+        member = street.member(caller=caller)
         assert street.attend() == [] and member.advance() == "b" and street.attend() == ["a"]
     again = street.call(b"".join(words))
     assert street.attend() == []
@@ -471,37 +548,45 @@ def test_what_was_overheard_opens_nothing(street: Street) -> None:
     assert again.recv(1) == b""
 
 
-def test_the_store_of_an_epoch_admits_members_only() -> None:
-    server = Server("127.0.0.1", 7, OURS, "a", ("a", "b"))
-    try:
-        place = ("127.0.0.1", server.port)
+@pytest.mark.parametrize("own", [OURS, NONE], ids=["secret", "no secret"])
+def test_a_worker_admits_members_only(own: JobSecret) -> None:
+    """Whatever strangers do at its port, members go on; and no frame of a stranger is read."""
+    strangers: list[socket.socket] = []
+    with contextlib.closing(Hubs(["a", "b"], own)) as hubs:
+        ends = {name: Inbox(hub, 7) for name, hub in hubs.items()}
+        place = Place.parse(hubs["a"].place)
 
-        def client(own: JobSecret, member: str, host: str = "a") -> Client:
-            connection = socket.create_connection(place)
-            opened.append(connection)
-            return Client(connection, 7, timedelta(seconds=10), own, member, host)
+        def call(words: bytes = b"") -> socket.socket:
+            caller = socket.create_connection((place.host, place.port), 10)
+            strangers.append(caller)
+            with contextlib.suppress(ConnectionError):
+                caller.sendall(words)
+            return caller
 
-        opened: list[socket.socket] = []
-        member = client(OURS, "b")
-        silent = [socket.create_connection(place) for _ in range(4)]
-        opened += silent
-        for own, name, host in ((NONE, "a", "a"), (OTHER, "b", "a"), (OURS, "x", "a"), (OURS, "b", "x")):
+        silent, evil = [call() for _ in range(4)], bytes(wire.encode(b"evil", 1, None, 7)[0][0])
+        for secret_, token, host in (
+            (own, "another", "a"),
+            (OTHER, place.token, "a"),
+            (NONE if own == OURS else OURS, place.token, "a"),
+            (own, place.token, "b"),
+        ):
+            caller = Handshake(call(), calling(secret_, "wire", token, "b", host))
+            with contextlib.suppress(ConnectionError):  # it may have been refused by now
+                caller.connection.sendall(evil)
             with pytest.raises(ConnectionError):
-                client(own, name, host)
-        flood = socket.create_connection(place)
-        opened.append(flood)
-        with pytest.raises(ConnectionError):
-            flood.sendall(b"[" * (1 << 26))
-        member.call("set", key="k", value="v")
-        member._send({"op": "set", "n": 1, "key": "deep", "value": None})
-        assert member.call("get", keys=["k"]) == ["v"] and member.call("count") == 2
-        nested = b'{"op":' + b"[" * 200_000
-        member._connection.sendall(struct.pack("<I", len(nested)) + nested)
-        with pytest.raises(ConnectionError):
-            member.call("count")
-        assert client(OURS, "a").call("get", keys=["k"]) == ["v"]  # its thread lives
-    finally:
-        for connection in opened:
-            connection.close()
-        server.close()
-    assert not [thread for thread in threading.enumerate() if thread.name == "bamboo-store"]
+                caller.advance()
+        for words in (b"[" * (1 << 24), b"\xff" * 4096, evil):
+            caller_ = call(words)
+            with contextlib.suppress(ConnectionResetError):
+                assert caller_.recv(1) == b""
+        hubs["b"].reach("a", hubs["a"].place).send(7, wire.encode(b"good", 1, None, 7))
+        ends["a"].wait(lambda: bool(ends["a"].got))
+        assert ends["a"].got == [("b", b"good", 1)] and not ends["a"].lost
+        assert set(hubs["a"]._connections) == {"b"}
+        for caller_ in silent:
+            caller_.setblocking(False)
+            with pytest.raises(BlockingIOError):
+                caller_.recv(1)  # it has time
+    for caller_ in strangers:
+        caller_.close()
+    assert not [thread for thread in threading.enumerate() if thread.name == "bamboo-wire"]

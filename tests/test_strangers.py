@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from bamboo_ds.comm.places import Place
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys, namespace
 from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, WorkerState
@@ -39,7 +40,8 @@ EVIL = "/tmp/of-the-stranger"
 DEEDS = {
     "be silent",
     "download state",
-    "fill the store",
+    "end the epoch",
+    "fill the memory",
     "read a file",
     "say an old hello",
     "send nested JSON",
@@ -54,7 +56,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
     members = [MemberRecord.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.MEMBERS)]
     standings = [WorkerState.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.WORKERS)]
     plan = job.plan()
-    false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), "x", homes=(0,))
+    false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), homes=(0,))
     restart = RestartRecord(generation=9, after_epoch=plan["epoch"], ranks={0: (0, 1, 2, 3)}, checkpoint=EVIL)
     records = {
         Keys.PLAN: false.to_json(),
@@ -67,6 +69,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
         "ports": ports(members),
         "members": [member.id for member in members],
         "epoch": plan["epoch"],
+        "tokens": {member.id: Place.parse(member.place).token for member in members},
         "servers": [(each.place.url, each.place.token) for each in standings if each.place is not None],
         "key": History.key(0),
         "etcd": [etcd],

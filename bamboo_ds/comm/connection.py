@@ -96,8 +96,12 @@ class Connection:
             self._write()
 
     def give_up(self, epoch: int) -> None:
-        """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one."""
+        """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
+
+        What is ready for the kernel still goes out, as it is now: its memory may be changed when this returns.
+        """
         with self._sending:
+            self._ready = deque(memoryview(bytes(piece)) for piece in self._ready)
             if self._begun is not None and self._begun.epoch <= epoch:
                 self._prepare([wire.VOID])
                 self._ends.append(self._prepared)

@@ -238,8 +238,8 @@ class Links:
             self.send(member, key, 0, payload)
 
     def _welcome(self, entered: PeerMessage) -> None:
-        """The root's children, whom it tells nothing else for now, know thereby that it has entered as well."""
-        if self._tree.parent is None:
+        """Children in the tree, whom their parent tells nothing else for now, know thereby that it has entered, too."""
+        if entered.source in self._tree.children:
             self._tell(_ENTERED, entered.source, None)
 
     def _answer(self, asking: PeerMessage) -> None:

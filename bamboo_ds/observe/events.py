@@ -195,12 +195,12 @@ class Reconfigured(EventBase):
 
 
 class MembersAwaited(EventBase):
-    """All other members wait for some to enter an epoch. Emitted after `recovery.plan_timeout_s`, then ever more
-    rarely."""
+    """Other members wait for some to enter an epoch. Emitted by each that waits for them itself, after
+    `recovery.plan_timeout_s`, then ever more rarely."""
 
     event: Literal["members_awaited"] = "members_awaited"
     members: list[str] = Field(description="the missing members")
-    seconds: float = Field(ge=0, description="since the others began to wait")
+    seconds: float = Field(ge=0, description="since it began to wait")
 
 
 class ReplicaBuilt(EventBase):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ..errors import ConfigError, LeaseExpired, StoreError
 from ..secret import ENV_SECRET_FILE, NONE, JobSecret
-from .connection import Connection, Credentials, EtcdAnswer, Link, rpc
+from .connection import Credentials, EtcdAnswer, EtcdConnection, Link, rpc
 from .endpoints import parse_endpoints, read_certificates
 from .keyspace import Keyspace
 from .records import KeyValue, Snapshot, TlsFiles, WatchEvent
@@ -77,7 +77,7 @@ class Store:
             from .certificates import certificates_of
 
             own = certificates_of(secret, namespace)
-        self._connection = Connection(places, Credentials(read_certificates(tls), own, user, password), timeout_s)
+        self._connection = EtcdConnection(places, Credentials(read_certificates(tls), own, user, password), timeout_s)
         self._lock = threading.Lock()
         self._watches: set[Watch] = set()
 
@@ -271,7 +271,7 @@ class Lease:
         ttl_s: seconds granted, counted from each refresh.
     """
 
-    def __init__(self, connection: Connection, lease_id: int, ttl_s: float) -> None:
+    def __init__(self, connection: EtcdConnection, lease_id: int, ttl_s: float) -> None:
         self.id = lease_id
         self.ttl_s = float(ttl_s)
         self._connection = connection

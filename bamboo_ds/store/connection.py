@@ -233,7 +233,7 @@ class EtcdAnswer:
     ambiguous: bool
 
 
-class Connection:
+class EtcdConnection:
     """The current :class:`Link`, replaced by one to the next endpoint when it breaks. Thread-safe."""
 
     def __init__(

@@ -20,7 +20,7 @@ from tenacity import (
 )
 
 from ..errors import StoreError, StoreUnavailable
-from .connection import Broken, Connection, Link, rpc
+from .connection import Broken, EtcdConnection, Link, rpc
 from .keyspace import Keyspace
 from .records import WatchEvent
 
@@ -40,7 +40,7 @@ class Watch:
 
     def __init__(
         self,
-        connection: Connection,
+        connection: EtcdConnection,
         keys: Keyspace,
         prefix: str,
         callback: Callable[[WatchEvent], None],
@@ -169,7 +169,7 @@ class Watch:
 class _WatchStream:
     """One watch stream: iterates over etcd's responses, raises :class:`Broken` when the connection dies."""
 
-    def __init__(self, connection: Connection, link: Link, create: Any) -> None:
+    def __init__(self, connection: EtcdConnection, link: Link, create: Any) -> None:
         self.link = link
         self._connection = connection
         # The stream lasts as long as its requests do: the queue ends them.

@@ -34,8 +34,8 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[
 
 def enter(session: Session, epoch: int) -> None:
     """Attach to an epoch of this member alone."""
-    plan = Plan(epoch=epoch, owners=(ME,), members=(ME,), homes=(0,))
-    session.attach(plan, (ADDRESS, session.host_store(plan)))
+    session.attach(Plan(epoch=epoch, owners=(ME,), members=(ME,), homes=(0,), places=(session.place,)))
+    session.meet()
 
 
 def build(device: torch.device) -> tuple[Any, Any]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Sequence
 
+from bamboo_ds.comm import wire
 from bamboo_ds.comm.hub import Hub
 from bamboo_ds.comm.places import Listener
 from bamboo_ds.secret import NONE, JobSecret
@@ -24,3 +25,41 @@ class Hubs(dict[str, Hub]):
         """End all."""
         for hub in self.values():
             hub.close()
+
+
+class Inbox:
+    """Takes what arrives at ``hub`` for one epoch; enters it among ``members``.
+
+    Attributes:
+        got: source, key and sequence of every message, in order.
+        gone: members that have left the epoch, and whether in the middle of it.
+        lost: members whose connection has ended, and why.
+    """
+
+    def __init__(self, hub: Hub, number: int, members: Collection[str] = ("a", "b")) -> None:
+        self.number, self._hub = number, hub
+        self.got: list[tuple[str, bytes, int]] = []
+        self.payloads: list[wire.Payload] = []
+        self.gone: list[tuple[str, bool]] = []
+        self.lost: list[tuple[str, str]] = []
+        hub.enter(self, members)
+
+    def deliver(self, key: bytes, message: wire.PeerMessage) -> None:
+        self.got.append((message.source, key, message.sequence))
+        self.payloads.append(message.payload())
+
+    def left(self, member: str, over: bool) -> None:
+        self._note(self.gone, (member, over))
+
+    def failed(self, member: str, reason: str) -> None:
+        self._note(self.lost, (member, reason))
+
+    def _note(self, found: list, what: tuple) -> None:  # type: ignore[type-arg]
+        with self._hub.changed:
+            found.append(what)
+            self._hub.changed.notify_all()
+
+    def wait(self, ready: Callable[[], bool], timeout_s: float = 30.0) -> None:
+        """Until ``ready()``; fails after ``timeout_s`` seconds."""
+        with self._hub.changed:
+            assert self._hub.changed.wait_for(ready, timeout_s), (self.got, self.gone, self.lost)

@@ -258,7 +258,9 @@ def make(
     return SimCoordinator(
         store,
         Leader(store, events, settings, member, clock=host.clock),
-        member_record(settings, member, 1).model_copy(update={"agent_started": None, "process_space": ""}),
+        member_record(settings, member, 1, f"{member} 1 token").model_copy(
+            update={"agent_started": None, "process_space": ""}
+        ),
         lease_ttl_s=settings.bamboo.membership.lease_ttl_s,
         callbacks=callbacks,
         last_heartbeat=more.get("last_heartbeat", lambda: None),
@@ -302,7 +304,6 @@ class SimAgent(Agent):
         slot, post = self._slot, self._mailbox.post
         callbacks = Callbacks(
             on_plan=self.on_plan,
-            on_store=lambda record: None,
             on_peers=lambda peers: None,
             on_stop=lambda stop: post(lambda: self._obey(slot.note_stop(stop))),
             on_error=lambda error: post(lambda: self._obey(slot.note_error(error))),

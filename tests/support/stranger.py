@@ -68,15 +68,18 @@ class Stranger:
                 continue
             self.hold(place)
             others = [other for other in targets["members"] if other != member]
-            told = targets["epoch"], others[0] if others else "x", member
-            nested, old = b"[" * 200_000, {"op": "hello", "n": 1, "key": "bamboo-store-1", "value": targets["epoch"]}
-            much = frame(b'{"op":"set","n":1,"key":"k","value":"' + b"x" * (60 << 20) + b'"}')
+            told = others[0] if others else "x", member
+            token, epoch = targets["tokens"].get(member, ""), targets["epoch"]
+            nested, much = b"[" * 200_000, frame(epoch, b"store/ask") + b"x" * (60 << 20)
+            old = struct.pack("<8s8sq32sH", b"bamboo-2", b"link", epoch, bytes(32), len(told[0])) + told[0].encode()
+            over = frame(epoch, b"", kind=3)
             for what, deed in (
-                ("send nested JSON", partial(self.say, place, frame(nested))),
-                ("say an old hello", partial(self.say, place, frame(json.dumps(old).encode()))),
-                ("fill the store", partial(self.introduce, place, b"store", *told, much)),
-                ("take a member's place", partial(self.introduce, place, b"link", *told)),
-                ("take a member's place", partial(self.introduce, place, b"store", *told)),
+                ("send nested JSON", partial(self.say, place, frame(epoch, b"store/ask", len(nested)) + nested)),
+                ("say an old hello", partial(self.say, place, old)),
+                ("fill the memory", partial(self.say, place, introduction(token, *told) + much)),
+                ("end the epoch", partial(self.say, place, introduction(token, *told) + over)),
+                ("take a member's place", partial(self.introduce, place, token, *told, over)),
+                ("take a member's place", partial(self.introduce, place, "", *told, over)),
             ):
                 self.attempt(what, place, deed)
         for url, token in targets["servers"]:
@@ -109,20 +112,17 @@ class Stranger:
             connection.sendall(words)
             return answered(connection.recv(64))
 
-    def introduce(
-        self, place: tuple[str, int], purpose: bytes, epoch: int, caller: str, host: str, after: bytes = b""
-    ) -> str | None:
-        """As a member of the newest plan, towards another one."""
-        nonce, name = os.urandom(32), caller.encode()
+    def introduce(self, place: tuple[str, int], token: str, caller: str, host: str, after: bytes) -> str | None:
+        """As a member of the newest plan, towards another one; ``token`` is that one's."""
+        nonce = os.urandom(32)
         with socket.create_connection(place, PATIENCE_S) as connection:
-            connection.sendall(struct.pack("<8s8sq32sH", b"bamboo-2", purpose, epoch, nonce, len(name)) + name)
+            connection.sendall(introduction(token, caller, host, nonce))
             answer = b""
             while len(answer) < 64 and (piece := connection.recv(64 - len(answer))):
                 answer += piece
             if len(answer) < 64 or not answered(answer):
-                return None
-            connection.sendall(tag("caller", purpose, epoch, caller, host, nonce, answer[:32]))
-            connection.sendall(after)
+                return answered(answer)
+            connection.sendall(tag("caller", "wire", token, caller, host, nonce, answer[:32]) + after)
             try:
                 return answered(connection.recv(1))
             except TimeoutError:
@@ -160,9 +160,18 @@ class Stranger:
             return connection.getresponse().read()[:200].decode(errors="replace")
 
 
-def frame(data: bytes) -> bytes:
-    """A request of an epoch's store."""
-    return struct.pack("<I", len(data)) + data
+def introduction(token: str, caller: str, host: str, nonce: bytes = bytes(32)) -> bytes:
+    """The first words of a member to another, with the proof of a job without a secret."""
+    name, proof = caller.encode(), tag("hello", "wire", token, caller, host, nonce)
+    return struct.pack("<8s8s32sH", b"bamboo-3", b"wire", nonce, len(name)) + name + proof
+
+
+def frame(epoch: int, key: bytes, size: int = 60 << 20, kind: int = 0) -> bytes:
+    """The block with which a message of ``size`` bytes begins that says to be of the epoch; kind 3: that it is over."""
+    tensors = b"" if kind else key + struct.pack("<4q", 7, 0, 1, size)
+    return (
+        struct.pack("<BBHIqqq", kind, 0 if kind else 1, len(key), not kind, 1, epoch, len(tensors)) + tensors
+    ).ljust(256, b"\0")
 
 
 def answered(answer: bytes) -> str | None:

@@ -69,7 +69,7 @@ _LIBRARIES = tuple(
 
 
 @dataclass(frozen=True)
-class Place:
+class Replaceable:
     """Where DeepSpeed's own stands.
 
     Attributes:
@@ -92,27 +92,27 @@ class Place:
         return self.mapping.get(self.key, _NOTHING)
 
 
-def _of_class(kind: type, names: tuple[str, ...]) -> Iterator[Place]:
+def _of_class(kind: type, names: tuple[str, ...]) -> Iterator[Replaceable]:
     """Places of methods, also where a class in front has none so far."""
     for name in names:
         if hasattr(kind, name):
             for base in kind.__mro__:
-                yield Place(vars(base), name, name, f"{base.__name__}.{name}", vars(base).get(name, _NOTHING))
+                yield Replaceable(vars(base), name, name, f"{base.__name__}.{name}", vars(base).get(name, _NOTHING))
                 if name in vars(base):
                     break
 
 
-def _of_module(module: ModuleType, names: tuple[str, ...]) -> Iterator[Place]:
+def _of_module(module: ModuleType, names: tuple[str, ...]) -> Iterator[Replaceable]:
     for name in names:
         if hasattr(module, name):
-            yield Place(vars(module), name, name, f"{module.__name__}.{name}", vars(module)[name])
+            yield Replaceable(vars(module), name, name, f"{module.__name__}.{name}", vars(module)[name])
 
 
-def engine_places() -> list[Place]:
+def engine_places() -> list[Replaceable]:
     """Where a replacement is refused."""
     known: Any = PipelineEngine._INSTRUCTION_MAP
     entries = (
-        Place(known, kind, own, f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}]", known.get(kind, _NOTHING))
+        Replaceable(known, kind, own, f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}]", known.get(kind, _NOTHING))
         for kind, own in HANDLERS.items()
     )
     return [
@@ -124,7 +124,7 @@ def engine_places() -> list[Place]:
     ]
 
 
-def schedule_places() -> list[Place]:
+def schedule_places() -> list[Replaceable]:
     """Where replacements are compared with what they replace."""
     kinds = (schedule.PipeSchedule, schedule.TrainSchedule, schedule.InferenceSchedule)
     methods = (place for kind in kinds for place in _of_class(kind, _methods(kind)))
@@ -149,7 +149,7 @@ class Replacements:
     def __init__(self, kind: type) -> None:
         self._places, self._schedules = engine_places(), schedule_places()
         own = vars(kind)
-        self._places += [Place(own, n, n, f"{kind.__name__}.{n}", own.get(n, _NOTHING)) for n in ENGINE]
+        self._places += [Replaceable(own, n, n, f"{kind.__name__}.{n}", own.get(n, _NOTHING)) for n in ENGINE]
         self._map = PipelineEngine._INSTRUCTION_MAP
         foreign = [place for place in self._places if is_foreign(place.value, place.own)]
         for place in foreign:

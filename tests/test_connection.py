@@ -1,0 +1,474 @@
+"""A connection carries frames of many epochs; what an ended one leaves in it never reaches the next."""
+
+from __future__ import annotations
+
+import itertools
+import random
+import select
+import socket
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bamboo_ds.comm import connection as module
+from bamboo_ds.comm import wire
+from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.places import Listener
+
+from .support.hubs import Hubs, Inbox
+
+pytestmark = pytest.mark.claim("design.md")
+
+
+# -- two connections, driven by hand --------------------------------------------------------------------------
+class Narrow:
+    """A socket of which the kernel takes so many bytes, and no more until it is told to."""
+
+    def __init__(self, real: socket.socket) -> None:
+        self._real = real
+        self.takes: int | None = None  # ``None``: what there is place for
+        self.taken = 0
+
+    def sendmsg(self, pieces: list[memoryview], *others: Any) -> int:
+        if self.takes is None:
+            count = self._real.sendmsg(pieces, *others)
+        else:
+            data = b"".join(pieces)[: self.takes]
+            if not data:
+                raise BlockingIOError
+            count = self._real.send(data, socket.MSG_NOSIGNAL)
+            self.takes -= count
+        self.taken += count
+        return count
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._real, name)
+
+
+class Ends:
+    """Both ends of one connection.
+
+    Attributes:
+        got: epoch, key, sequence and payload of the frames that have arrived, in order.
+    """
+
+    def __init__(self) -> None:
+        one, other = socket.socketpair()
+        for end in (one, other):
+            end.setblocking(False)
+        self.narrow, self._other = Narrow(one), other
+        self.watched: list[int] = []
+        self.sender = Connection("b", self.narrow, self._refuse, self._note)  # type: ignore[arg-type]
+        self.receiver = Connection("a", other, self._take, lambda connection: None)
+        self.sender.open = self.receiver.open = True
+        self.got: list[tuple[int, bytes, int, wire.Payload]] = []
+
+    def _note(self, connection: Connection) -> None:
+        self.watched.append(connection.interest)
+
+    def _refuse(self, *frame: object) -> None:
+        raise AssertionError(f"nothing is sent to this end: {frame}")
+
+    def _take(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        self.got.append((head.epoch, key, head.sequence, wire.assemble(head.structure, tensors)))
+
+    def send(self, epoch: int, sequence: int, payload: wire.Payload, key: bytes = b"key") -> int:
+        return self.sender.send(epoch, wire.encode(key, sequence, payload, epoch))
+
+    def pump(self) -> None:
+        """Until all is sent and read."""
+        while self.sender.written < self.sender.sent:
+            before = self.narrow.taken
+            self.receiver.read()
+            self.sender.flush()
+            assert self.narrow.taken > before, "nothing goes on"
+        self.receiver.read()
+
+    def close(self) -> None:
+        self.sender.end()
+        self.receiver.end()
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    one = Ends()
+    yield one
+    one.close()
+
+
+def same(found: wire.Payload, sent: wire.Payload) -> bool:
+    if isinstance(sent, torch.Tensor):
+        return isinstance(found, torch.Tensor) and found.dtype == sent.dtype and torch.equal(found, sent)
+    if sent is None or found is None:
+        return sent is found
+    return isinstance(found, tuple) and len(found) == len(sent) and all(map(same, found, sent))
+
+
+def filled(size: int) -> torch.Tensor:
+    """Bytes that tell where they are."""
+    return (torch.arange(size, dtype=torch.int64) * 7 % 251).to(torch.uint8)
+
+
+@pytest.mark.parametrize("relative", [-1, 0, 1])
+@pytest.mark.parametrize("segments", [1, 2, 3])
+def test_frames_around_the_ends_of_segments(ends: Ends, segments: int, relative: int) -> None:
+    data = filled(segments * wire.SEGMENT + relative)
+    for sequence, payload in enumerate([data, (data[:1], data[1:]), (data, data[:0], data)]):
+        ends.send(1, sequence, payload)
+        ends.send(1, 10 + sequence, None)
+        ends.pump()
+        (_, _, _, found), (_, _, number, nothing) = ends.got[-2:]
+        assert same(found, payload) and number == 10 + sequence and nothing is None
+
+
+def test_frames_of_all_sizes(ends: Ends) -> None:
+    """Thousands of small ones, many tensors, some MiB, keys that do not fit the block."""
+    sent: list[tuple[bytes, wire.Payload]] = [(b"small", filled(number % 40)) for number in range(3000)]
+    sent += [(b"many", tuple(filled(number % 9) for number in range(2500)))]
+    sent += [(b"k" * 300, filled(12)), (b"", None), (b"dims", torch.zeros([1] * 40)), (b"none", ())]
+    sent += [(b"large", filled(size)) for size in (1 << 16, (1 << 18) + 1, 5 << 20)]
+    sent += [(b"after", filled(3))]
+    numbers = [ends.send(1, number, payload, key) for number, (key, payload) in enumerate(sent)]
+    assert numbers == list(range(1, len(sent) + 1)), "tickets count frames"
+    assert ends.sender.written < ends.sender.sent
+    ends.pump()
+    assert ends.sender.written == ends.sender.sent == len(sent)
+    assert [(key, sequence) for _, key, sequence, _ in ends.got] == [(key, n) for n, (key, _) in enumerate(sent)]
+    assert all(same(found[3], payload) for found, (_, payload) in zip(ends.got, sent, strict=True))
+
+
+@given(st.integers(0, 2**32), st.sampled_from([16, 1000, 1 << 18]))
+def test_frames_in_pieces_of_any_size(seed: int, segment: int) -> None:
+    """A relay passes random numbers of bytes on; buffers of the reader are small."""
+    chance = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SEGMENT", segment)
+        patch.setattr(module, "_READY", chance.choice([1, 3000, 1 << 20]))
+        patch.setattr(module, "_PIECES", chance.choice([1, 3, 512]))
+        patch.setattr(module, "_BUFFER", chance.choice([300, 1 << 16]))
+        ends = Ends()
+        try:
+            sent: list[wire.Payload] = []
+            for sequence in range(chance.randrange(1, 12)):
+                size = chance.choice([0, 1, chance.randrange(50), chance.randrange(9000), segment % 9000])
+                sent.append(chance.choice([filled(size), (filled(size), filled(size // 2)), None]))
+                ends.narrow.takes = 0
+                assert ends.send(1, sequence, sent[-1]) == sequence + 1
+            while len(ends.got) < len(sent):
+                ends.narrow.takes = chance.choice([1, chance.randrange(1, 600), chance.randrange(1, 20_000)])
+                ends.sender.flush()
+                ends.receiver.read()
+            assert ends.sender.written == len(sent)
+            assert all(same(found[3], payload) for found, payload in zip(ends.got, sent, strict=True))
+        finally:
+            ends.close()
+
+
+# -- epochs in it ---------------------------------------------------------------------------------------------
+#: Bytes of data between two marks, and that are made ready: small, so that every byte of a frame can be a cut.
+SEGMENT, READY = 40, 30
+#: More than two segments, of two tensors, the second of which begins in the middle of one.
+CUT = (filled(SEGMENT + 17), filled(SEGMENT + 11))
+
+
+def frame_size() -> int:
+    return sum(piece.nbytes for piece in itertools.chain(*wire.encode(b"key", 1, CUT, 1)))
+
+
+@pytest.mark.parametrize("ready", [1, READY, 1 << 20])
+def test_an_ended_epoch_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPatch, ready: int) -> None:
+    """Cut at every byte of a frame: after it comes what the next epoch sends, whole, and never the rest of the old."""
+    monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(module, "_READY", ready)
+    size = frame_size()
+    last = sum(piece.nbytes for piece in wire.encode(b"key", 1, CUT, 1)[-1])
+    for cut in range(size + 1):
+        ends = Ends()
+        ends.narrow.takes = cut
+        ends.send(1, 1, CUT)
+        ends.send(1, 2, CUT)
+        ends.send(2, 3, filled(100))  # of an epoch that this member has been told of meanwhile
+        assert ends.narrow.taken == cut
+        ends.sender.give_up(1)
+        ends.sender.send(1, wire.control(wire.LEFT, 1, 1))
+        ends.send(2, 4, (CUT[0], filled(0), CUT[1]))
+        ends.narrow.takes = None
+        ends.pump()
+        assert ends.sender.written == ends.sender.sent == 5
+        old = [found for found in ends.got if found[0] == 1 and found[1] == b"key"]
+        assert all(same(found[3], CUT) for found in old)
+        if ready < SEGMENT:
+            # Only a frame whose last segment was ready goes out, and the other one never does.
+            assert [found[2] for found in old] == ([1] if size - last - cut < ready else []), cut
+            sent_since = 3 * wire.HEAD + (100 + 2) + (sum(map(len, CUT)) + 2)
+            assert ends.narrow.taken <= cut + ready + wire.HEAD + SEGMENT + 1 + sent_since
+        else:
+            assert [found[2] for found in old] == [1, 2][: 1 + (cut == size)]
+        new = [found for found in ends.got if found[0] == 2]
+        assert [found[2] for found in new] == [3, 4]
+        assert same(new[0][3], filled(100)) and same(new[1][3], (CUT[0], filled(0), CUT[1]))
+        assert [found[0] for found in ends.got if found[1] == b""] == [1], "the word that the epoch is left"
+        ends.close()
+
+
+def test_what_is_given_up_may_be_changed_at_once() -> None:
+    """A frame that goes out all the same has the bytes that it was sent with: the other end may use it yet."""
+    for cut in (0, 100, wire.HEAD, wire.HEAD + 100):
+        ends = Ends()
+        data, before = filled(500), filled(500)
+        ends.narrow.takes = cut
+        ends.send(1, 1, data)
+        ends.sender.give_up(1)
+        data.zero_()
+        ends.send(2, 2, None)
+        ends.narrow.takes = None
+        ends.pump()
+        assert [found[2] for found in ends.got] == [1, 2] and same(ends.got[0][3], before)
+        ends.close()
+
+
+def test_ten_epochs_in_a_row_are_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(module, "_READY", READY)
+    size = frame_size()
+    for cut in range(0, 2 * size, 3):
+        ends = Ends()
+        for epoch in range(1, 11):
+            ends.send(epoch, epoch, filled(epoch))
+            ends.narrow.takes = cut
+            ends.send(epoch, 100 + epoch, CUT)
+            ends.sender.give_up(epoch)
+        ends.narrow.takes = None
+        ends.send(11, 11, CUT)
+        ends.pump()
+        assert ends.got[-1][0] == 11 and same(ends.got[-1][3], CUT)
+        assert all(same(found[3], CUT if found[2] > 100 else filled(found[0])) for found in ends.got[:-1])
+        assert [found[0] for found in ends.got] == sorted(found[0] for found in ends.got)
+        assert ends.sender.written == ends.sender.sent
+        ends.close()
+
+
+def test_giving_up_an_older_epoch_concerns_no_newer_one(ends: Ends) -> None:
+    ends.narrow.takes = 10
+    ends.send(5, 1, filled(9000))
+    ends.send(5, 2, filled(10))
+    ends.sender.give_up(4)
+    assert ends.sender.written == 0
+    ends.narrow.takes = None
+    ends.pump()
+    assert [found[2] for found in ends.got] == [1, 2] and same(ends.got[0][3], filled(9000))
+
+
+def test_nothing_waits_until_both_ends_have_proven_themselves(ends: Ends) -> None:
+    """What is given up before has not been sent; the rest goes out when there is a connection."""
+    ends.sender.open = False
+    ends.send(1, 1, filled(10))
+    ends.send(2, 2, filled(20))
+    assert ends.narrow.taken == 0
+    ends.sender.give_up(1)
+    assert ends.sender.written == 1
+    ends.sender.open = True
+    ends.pump()
+    assert [found[2] for found in ends.got] == [2] and ends.sender.written == 2
+
+
+def test_the_loop_is_told_when_to_look(ends: Ends) -> None:
+    both, reading = select.EPOLLIN | select.EPOLLOUT, select.EPOLLIN
+    ends.send(1, 1, None)
+    assert not ends.watched and ends.sender.interest == reading
+    ends.narrow.takes = 10
+    ends.send(1, 2, None)
+    ends.send(1, 3, None)
+    assert ends.watched == [both]
+    ends.sender.driven = True
+    assert ends.sender.interest == select.EPOLLOUT
+    ends.sender.driven, ends.narrow.takes = False, None
+    ends.sender.flush()
+    assert ends.watched == [both, reading]
+
+
+def test_nothing_is_sent_after_the_end(ends: Ends) -> None:
+    ends.narrow.takes = 10
+    ends.send(1, 1, filled(1000))
+    ends.sender.end()
+    ends.narrow.takes = None
+    ends.send(1, 2, filled(10))
+    ends.sender.flush()
+    ends.sender.give_up(1)
+    ends.sender.send(2, wire.control(wire.LEFT, epoch=1))
+    assert ends.narrow.taken == 10
+    with pytest.raises(ConnectionError, match="closed by the peer"):
+        ends.receiver.read()
+    assert not ends.got
+
+
+def test_nonsense_is_no_frame(ends: Ends) -> None:
+    ends.narrow._real.send(b"\xff" * wire.HEAD)
+    with pytest.raises(Exception, match="not a message header"):
+        ends.receiver.read()
+
+
+# -- hubs -----------------------------------------------------------------------------------------------------
+@pytest.fixture
+def hubs() -> Iterator[Hubs]:
+    made = Hubs("ab")
+    yield made
+    made.close()
+
+
+def say(hubs: Hubs, source: str, destination: str, epoch: int, sequence: int, payload: wire.Payload = None) -> None:
+    connection = hubs[source].reach(destination, hubs[destination].place)
+    connection.send(epoch, wire.encode(b"key", sequence, payload, epoch))
+
+
+def descriptors(hubs: Hubs) -> list[int]:
+    return sorted(
+        each.socket.fileno() for hub in hubs.values() for several in hub._connections.values() for each in several
+    )
+
+
+def test_older_frames_are_dropped_and_newer_ones_wait(hubs: Hubs) -> None:
+    inbox = Inbox(hubs["a"], 5)
+    for sequence, epoch in enumerate([4, 5, 7, 6, 7, 3, 6, 5]):
+        say(hubs, "b", "a", epoch, sequence)
+    inbox.wait(lambda: len(inbox.got) == 2)
+    assert [number for _, _, number in inbox.got] == [1, 7]
+    sixth = Inbox(hubs["a"], 6)
+    assert [number for _, _, number in sixth.got] == [3, 6]
+    say(hubs, "b", "a", 6, 8)
+    sixth.wait(lambda: len(sixth.got) == 3)
+    assert [number for _, _, number in Inbox(hubs["a"], 7).got] == [2, 4]
+    assert not hubs["a"]._early
+    later = Inbox(hubs["a"], 9)  # it has skipped one
+    say(hubs, "b", "a", 8, 9)
+    say(hubs, "b", "a", 9, 10)
+    later.wait(lambda: bool(later.got))
+    assert [number for _, _, number in later.got] == [10]
+    assert len(inbox.got) == 2 and len(sixth.got) == 3, "an epoch that is over gets nothing"
+
+
+def test_frames_of_an_epoch_that_is_skipped_are_forgotten(hubs: Hubs) -> None:
+    inbox = Inbox(hubs["a"], 1)
+    say(hubs, "b", "a", 2, 1)
+    say(hubs, "b", "a", 1, 2)
+    inbox.wait(lambda: bool(inbox.got))
+    assert list(hubs["a"]._early) == [2]
+    assert not Inbox(hubs["a"], 3).got and not hubs["a"]._early
+
+
+def test_connections_outlive_ten_epochs(hubs: Hubs) -> None:
+    """The same two descriptors, though each epoch is cut in the middle of a message of some MiB."""
+    large = filled(8 << 20)
+    opened: set[tuple[int, ...]] = set()
+    first = Inbox(hubs["b"], 1)
+    say(hubs, "a", "b", 1, 0)
+    first.wait(lambda: bool(first.got))
+    for epoch in range(2, 12):
+        inboxes = {name: Inbox(hub, epoch) for name, hub in hubs.items()}
+        for source, destination in (("a", "b"), ("b", "a")):
+            say(hubs, source, destination, epoch, epoch, filled(epoch))
+            say(hubs, source, destination, epoch, 100, large)
+        for name, inbox in inboxes.items():
+            inbox.wait(lambda inbox=inbox: bool(inbox.got))  # type: ignore[misc]
+            assert inbox.got[0][2] == epoch and same(inbox.payloads[0], filled(epoch)), name
+        for hub in hubs.values():
+            hub.leave(epoch, False)
+        opened.add(tuple(descriptors(hubs)))
+        assert not any(inbox.lost for inbox in inboxes.values())
+    (only,) = opened
+    assert len(only) == 2, "both ends of one connection"
+
+
+def test_one_connection_where_one_side_calls(hubs: Hubs) -> None:
+    inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    say(hubs, "a", "b", 1, 1)
+    inboxes["b"].wait(lambda: bool(inboxes["b"].got))
+    for sequence in range(3):
+        say(hubs, "b", "a", 1, sequence)
+    inboxes["a"].wait(lambda: len(inboxes["a"].got) == 3)
+    assert len(descriptors(hubs)) == 2
+
+
+def test_both_may_call_at_once() -> None:
+    """Nothing is lost nor comes out of order, whoever's connection is used."""
+    for _ in range(20):
+        hubs = Hubs("ab")
+        inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+        for sequence in range(20):
+            say(hubs, "a", "b", 1, sequence)
+            say(hubs, "b", "a", 1, sequence)
+        for inbox in inboxes.values():
+            inbox.wait(lambda inbox=inbox: len(inbox.got) == 20)  # type: ignore[misc]
+            assert [number for _, _, number in inbox.got] == list(range(20))
+        assert len(descriptors(hubs)) in (2, 4)
+        hubs.close()
+
+
+def test_a_member_that_dies_between_epochs_is_found_by_the_next(hubs: Hubs) -> None:
+    first = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    say(hubs, "a", "b", 1, 1)
+    first["b"].wait(lambda: bool(first["b"].got))
+    place = hubs["b"].place
+    hubs["a"].leave(1, False)
+    hubs.pop("b").close()
+    first["a"].wait(lambda: bool(first["a"].lost))
+    second = Inbox(hubs["a"], 2)
+    assert not second.lost, "it was no matter of this epoch"
+    hubs["a"].reach("b", place).send(2, wire.encode(b"key", 1, None, 2))
+    second.wait(lambda: bool(second.lost))
+    assert second.lost[0][0] == "b" and "connecting failed" in second.lost[0][1]
+    assert hubs["a"].known("b") is None
+
+
+def test_a_member_without_part_in_the_job_is_dropped(hubs: Hubs) -> None:
+    """Without a failure of the epoch on this side; the other end sees the connection end."""
+    inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    say(hubs, "a", "b", 1, 1)
+    inboxes["b"].wait(lambda: bool(inboxes["b"].got))
+    hubs["a"].drop(["b", "unknown"])
+    assert hubs["a"].known("b") is None and not inboxes["a"].lost
+    inboxes["b"].wait(lambda: bool(inboxes["b"].lost))
+    assert inboxes["b"].lost[0][0] == "a" and not descriptors(hubs)
+
+
+def test_who_has_left_a_newer_epoch_has_left_the_older_ones(hubs: Hubs) -> None:
+    """It says so to whoever waits for it, now or later; only of the very epoch it may say that it is over."""
+    hubs["b"].reach("a", hubs["a"].place)
+    inbox = Inbox(hubs["a"], 3)
+    hubs["b"].leave(2, True)
+    say(hubs, "b", "a", 3, 1)
+    inbox.wait(lambda: bool(inbox.got))
+    assert not inbox.gone, "an older epoch is no matter of this one"
+    hubs["b"].leave(4, True)
+    inbox.wait(lambda: bool(inbox.gone))
+    assert inbox.gone == [("b", False)]
+    assert Inbox(hubs["a"], 4).gone == [("b", False)]
+    fifth = Inbox(hubs["a"], 5)
+    assert not fifth.gone
+    hubs["b"].leave(5, True)
+    fifth.wait(lambda: bool(fifth.gone))
+    assert fifth.gone == [("b", True)]
+
+
+def test_a_new_connection_begins_with_what_was_left(hubs: Hubs) -> None:
+    hubs["b"].leave(7, True)
+    inbox = Inbox(hubs["a"], 6)
+    say(hubs, "a", "b", 6, 1)
+    inbox.wait(lambda: bool(inbox.gone))
+    assert inbox.gone == [("b", False)]
+
+
+def test_a_listener_is_handed_on() -> None:
+    made = Listener.open("127.0.0.1")
+    place = made.place
+    made.socket.set_inheritable(True)
+    text = made.handed_on()
+    made.socket.detach()
+    again = Listener.inherited(text)
+    with again.socket:
+        assert again.place == place and not again.socket.get_inheritable()
+    assert place.token not in repr(place) + repr(again)
