@@ -18,6 +18,9 @@ from bamboo_ds.comm.places import Place
 from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.mailbox import Mailbox
+from bamboo_ds.control.messages import Heartbeat
+from bamboo_ds.control.registry.records import ProgressRecord
+from bamboo_ds.topology.planner import initial_plan
 
 from .support.control import Job, Start
 from .support.page import ask, gone_back, scraped, seen, served_at, value
@@ -70,6 +73,39 @@ def test_start_gives_everyone_the_same_plans_and_says_where_workers_listen(start
     assert [e["epoch"] for e in job.events("plan")] == [1, 2]
     assert [e["rank"] for e in job.events("member_joined")] == [0, 1, 2, 3]
     assert job.events("run_finished")[0]["exit_code"] == 0
+
+
+def test_one_tells_of_steps_and_each_of_checkpoints_and_of_what_takes_long() -> None:
+    """Whoever comes to speak for all tells what it knows."""
+    written: list[ProgressRecord] = []
+    agent: Any = Agent.__new__(Agent)
+    agent._id, agent._progress, agent._progress_due, agent._written = "a", None, None, Heartbeat()
+    agent._speaks, agent._telling = False, None
+    agent._coordinator = SimpleNamespace(write=lambda key, record: written.append(record))
+    agent._slot = SimpleNamespace(note_plan=lambda plan: None)
+
+    def beat(**told: Any) -> ProgressRecord | None:
+        agent._progress = Heartbeat(**told)
+        agent._plan_progress()
+        if agent._progress_due is None:
+            return None
+        agent._write_progress()
+        return written[-1]
+
+    assert beat(step=1) is None
+    assert beat(step=2, checkpoint="c2") == ProgressRecord(id="a", step=2, checkpoint="c2")
+    assert beat(step=3, checkpoint="c2") is None
+    assert beat(step=3, checkpoint="c2", doing="compiling") is not None
+    assert beat(step=4, checkpoint="c2") == ProgressRecord(id="a", step=4, checkpoint="c2")
+    assert beat(step=5, checkpoint="c2") is None
+    agent._note_plan(initial_plan(["a", "b"]))
+    assert agent._progress_due is not None
+    agent._write_progress()
+    assert written[-1].step == 5
+    assert beat(step=5, checkpoint="c2") is None
+    assert beat(step=6, checkpoint="c2") == ProgressRecord(id="a", step=6, checkpoint="c2")
+    agent._note_plan(initial_plan(["b", "a"]))
+    assert beat(step=7, checkpoint="c2") is None
 
 
 @pytest.mark.integration

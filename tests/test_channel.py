@@ -101,7 +101,7 @@ def test_messages_survive_their_line() -> None:
     for message in (
         Heartbeat(step=3, checkpoint="/x"),
         LayoutRecord(id="a", layout=Layout(2, 3), redundant=True),
-        SuspicionRecord(accused="b", by="a", epoch=1, reason="a\nb"),
+        SuspicionRecord(by="a", epoch=1, accused={"b": "a\nb"}),
         EventReport(kind="step", fields={"loss": 0.5}),
         ExitNotice(reason="fatal"),
     ):
@@ -171,8 +171,8 @@ def test_reports(agent: Agent) -> None:
     agent.channel.wait_plan(0, 10)
     agent.channel.report_layout(Layout(1, 2), True)
     assert agent.read(LayoutRecord) == LayoutRecord(id="a", layout=Layout(1, 2), redundant=True)
-    agent.channel.suspect(1, "b", "reset by peer")
-    assert agent.read(SuspicionRecord) == SuspicionRecord(accused="b", by="a", epoch=1, reason="reset by peer")
+    agent.channel.suspect(1, {"b": "reset by peer"})
+    assert agent.read(SuspicionRecord) == SuspicionRecord(by="a", epoch=1, accused={"b": "reset by peer"})
     agent.channel.event("step", loss=0.5)
     assert agent.read(EventReport) == EventReport(kind="step", fields={"epoch": 1, "loss": 0.5})
     agent.channel.exit_notice("done")

@@ -9,12 +9,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bamboo_ds.control.leader.actions import Complete, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import Ask, Complete, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
+    HealthReply,
+    HealthRequest,
     LayoutRecord,
     LeaderRecord,
     LeftRecord,
@@ -58,8 +60,16 @@ def left(name: str, outcome: str = "lost", **fields: Any) -> LeftRecord:
     return records.left(name, IDS.index(name), outcome, **values)
 
 
-def suspicion(by: str, accused: str, epoch: int = 2) -> SuspicionRecord:
-    return SuspicionRecord(accused=accused, by=by, epoch=epoch, reason="reset")
+def suspicions(*pairs: tuple[str, str], epoch: int = 2) -> dict[str, SuspicionRecord]:
+    """Each pair: who accuses, and whom."""
+    found: dict[str, dict[str, str]] = {}
+    for by, accused in pairs:
+        found.setdefault(by, {})[accused] = "reset"
+    return {by: SuspicionRecord(by=by, epoch=epoch, accused=accused) for by, accused in found.items()}
+
+
+def well(name: str, epoch: int = 2) -> dict[str, HealthReply]:
+    return {name: HealthReply(id=name, epoch=epoch)}
 
 
 def report(name: str, layout: Layout = SECOND.world, redundant: bool = True) -> LayoutRecord:
@@ -264,7 +274,7 @@ def test_job_that_is_being_stopped_plans_nothing() -> None:
 
 def test_two_accusers_convict_after_a_moment() -> None:
     one = decider()
-    view = replace(all_well(), suspicions=[suspicion("a", "b"), suspicion("c", "b")])
+    view = replace(all_well(), suspicions=suspicions(("a", "b"), ("c", "b")))
     assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
     action = decided(WritePlan, one, view, 100.0 + SETTLE_S)
     assert action.plan == takeover(SECOND, ["b"])
@@ -277,7 +287,7 @@ def test_a_member_that_has_ended_in_mid_training_is_no_loss(abrupt: bool) -> Non
     ended = left("b", "finished", reason="exit", detail="0", code=0, step=7, abrupt=abrupt)
     view = View(world_size=4, plan=SECOND, members=members("a", "c", "d"), left={"b": ended})
     assert decider().decide(view, 100.0) == Wait()
-    action = decider().decide(replace(view, suspicions=[suspicion("a", "b")]), 100.0)
+    action = decider().decide(replace(view, suspicions=suspicions(("a", "b"))), 100.0)
     if abrupt:
         assert isinstance(action, StopJob) and action.code == 1
         assert (
@@ -290,15 +300,18 @@ def test_a_member_that_has_ended_in_mid_training_is_no_loss(abrupt: bool) -> Non
 
 def test_single_accuser_needs_a_silent_agent() -> None:
     one = decider()
-    view = replace(all_well(), suspicions=[suspicion("a", "b")])
-    assert one.decide(view, 100.0) == Wait(100.0 + PATIENCE_S)
+    view = replace(all_well(), suspicions=suspicions(("a", "b")))
+    assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
+    assert one.decide(view, 100.0 + SETTLE_S) == Ask(("b",))
+    view = replace(view, asked={"b": HealthRequest(id="b", epoch=2)})
+    assert one.decide(view, 100.0 + SETTLE_S) == Wait(100.0 + PATIENCE_S)
     action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan.lost == ("b",)
 
 
 def test_vouched_member_stays_and_connections_are_made_anew() -> None:
     one = decider()
-    view = replace(all_well(), suspicions=[suspicion("a", "b")], healthy={"b": 2})
+    view = replace(all_well(), suspicions=suspicions(("a", "b")), healthy=well("b"))
     one.decide(view, 100.0)
     action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
     assert action.plan == replace(SECOND, epoch=3)
@@ -308,18 +321,20 @@ def test_vouched_member_stays_and_connections_are_made_anew() -> None:
 def test_who_cannot_be_reconnected_is_divided_once() -> None:
     """The second time in a row one of the two has to go: the one with fewer roles, else that with the higher slot."""
     one = deciding(0.0, 0.0)
-    again = one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
+    again = one.decide(replace(all_well(), suspicions=suspicions(("a", "c")), healthy=well("c")), 100.0)
     assert isinstance(again, WritePlan) and again.plan == replace(SECOND, epoch=3)
-    view = replace(all_well(), plan=again.plan, suspicions=[suspicion("c", "a", 3)], healthy={"a": 3})
+    view = replace(all_well(), plan=again.plan, suspicions=suspicions(("c", "a"), epoch=3), healthy=well("a", 3))
     action = decided(WritePlan, one, view, 101.0)
     assert action.plan == takeover(again.plan, ["c"])
     assert (action.losses[0].member, action.losses[0].reason, action.losses[0].detail) == ("c", "suspects", "a")
     # Another pair is another matter, and so is the same one later.
     for epoch, accused, by in ((3, "d", "a"), (7, "c", "a")):
         plan = replace(SECOND, epoch=epoch)
-        view = replace(all_well(), plan=plan, suspicions=[suspicion(by, accused, epoch)], healthy={accused: epoch})
+        view = replace(
+            all_well(), plan=plan, suspicions=suspicions((by, accused), epoch=epoch), healthy=well(accused, epoch)
+        )
         one = deciding(0.0, 0.0)
-        one.decide(replace(all_well(), suspicions=[suspicion("a", "c")], healthy={"c": 2}), 100.0)
+        one.decide(replace(all_well(), suspicions=suspicions(("a", "c")), healthy=well("c")), 100.0)
         action = one.decide(view, 200.0)
         assert isinstance(action, WritePlan) and not action.losses
 
@@ -329,8 +344,10 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
     plan = takeover(SECOND, ["a"])
     one = deciding(0.0, 0.0)
     view = replace(all_well(), plan=plan, members=members("b", "c", "d"))
-    first = decided(WritePlan, one, replace(view, suspicions=[suspicion("c", "d", 3)], healthy={"d": 3}), 100.0)
-    again = replace(view, plan=first.plan, suspicions=[suspicion("c", "d", 4)], healthy={"d": 4})
+    first = decided(
+        WritePlan, one, replace(view, suspicions=suspicions(("c", "d"), epoch=3), healthy=well("d", 3)), 100.0
+    )
+    again = replace(view, plan=first.plan, suspicions=suspicions(("c", "d"), epoch=4), healthy=well("d", 4))
     action = decided(WritePlan, one, again, 101.0)
     assert action.plan.lost == ("c",) and not action.plan.unheld
     assert takeover(first.plan, ["d"]).unheld
@@ -338,10 +355,10 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
 
 def test_only_living_members_accuse_others_in_this_epoch() -> None:
     for useless in (
-        [suspicion("a", "b", epoch=1), suspicion("c", "b", epoch=1)],
-        [suspicion("x", "b"), suspicion("y", "b")],
-        [suspicion("b", "b")],
-        [suspicion("a", "x"), suspicion("c", "x")],
+        suspicions(("a", "b"), ("c", "b"), epoch=1),
+        suspicions(("x", "b"), ("y", "b")),
+        suspicions(("b", "b")),
+        suspicions(("a", "x"), ("c", "x")),
     ):
         assert deciding(0.0, 0.0).decide(replace(all_well(), suspicions=useless), 100.0) == Wait()
 
@@ -351,7 +368,7 @@ def test_known_loss_comes_before_accusations() -> None:
         all_well(),
         members=members("a", "c", "d"),
         left={"b": left("b")},
-        suspicions=[suspicion("a", "c"), suspicion("d", "c")],
+        suspicions=suspicions(("a", "c"), ("d", "c")),
     )
     action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
@@ -359,7 +376,7 @@ def test_known_loss_comes_before_accusations() -> None:
 
 def test_mutual_accusations_convict_one_at_a_time() -> None:
     accusations = [("a", "b"), ("b", "a"), ("c", "b"), ("d", "b"), ("c", "a")]
-    view = replace(all_well(), suspicions=[suspicion(*pair) for pair in accusations])
+    view = replace(all_well(), suspicions=suspicions(*accusations))
     action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
 

@@ -71,12 +71,24 @@ def test_a_plan_that_cannot_be_read_is_an_error() -> None:
 
 
 def test_what_is_known_of_a_member_outlives_its_lease() -> None:
-    """Also when all keys are read anew; until the job forgets the member."""
-    key, left = Keys.member("a"), Keys.left("a")
-    mirror = Mirror(Snapshot({key: KeyValue(key, GOOD.to_json(), 1, 1), left: KeyValue(left, "{}", 2, 2)}, 2))
-    mirror.apply(WatchEvent("delete", key, KeyValue(key, "", 3, 0)))
+    """Until the job forgets the member; also where its record can be read under the lease alone."""
+    key, known = Keys.member("a"), Keys.known("a")
+    mirror = Mirror(Snapshot({each: KeyValue(each, GOOD.to_json(), 1, 1) for each in (key, known)}, 2))
+    mirror.apply(put(key, GOOD.model_copy(update={"state": "leaving"}).to_json(), 3))
+    assert mirror.known["a"].state == "leaving"
+    mirror.apply(WatchEvent("delete", key, KeyValue(key, "", 4, 0)))
     assert (mirror.members, mirror.known) == ({}, {"a": GOOD})
-    mirror = Mirror(Snapshot({left: KeyValue(left, "{}", 2, 2)}, 3), mirror)
-    assert (mirror.members, mirror.known) == ({}, {"a": GOOD})
-    mirror.apply(WatchEvent("delete", left, KeyValue(left, "", 4, 0)))
+    mirror.apply(WatchEvent("delete", known, KeyValue(known, "", 5, 0)))
     assert mirror.known == {}
+
+
+def test_what_was_returned_stays_as_it_is_and_the_same_until_a_record_in_it_changes() -> None:
+    """A leader sees by that what it need not think about again."""
+    key = Keys.member("a")
+    mirror = Mirror(Snapshot({key: KeyValue(key, GOOD.to_json(), 1, 1)}, 1))
+    members, known, left = mirror.members, mirror.known, mirror.left
+    mirror.apply(put(Keys.progress("a"), "{}", 2))
+    assert mirror.members is members and mirror.known is known and mirror.left is left
+    mirror.apply(put(Keys.member("b"), member("b").to_json(), 3))
+    mirror.apply(WatchEvent("delete", key, KeyValue(key, "", 4, 0)))
+    assert mirror.members == {"b": member("b")} and members == {"a": GOOD} and mirror.left is left

@@ -33,6 +33,10 @@ def me() -> MemberRecord:
     return agent(1, "m9-me")
 
 
+def follow(neighbours: Neighbours, *joiners: MemberRecord) -> None:
+    neighbours.follow(me(), {record.id: record for record in joiners})
+
+
 @contextmanager
 def process() -> Iterator[subprocess.Popen[bytes]]:
     child = subprocess.Popen([sys.executable, "-S", "-c", "import threading; threading.Event().wait()"])
@@ -45,7 +49,7 @@ def process() -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.fixture
 def neighbours() -> Iterator[Neighbours]:
-    one = Neighbours("m9-me")
+    one = Neighbours()
     yield one
     one.close()
     assert not one.pidfds
@@ -62,12 +66,12 @@ def next_death(neighbours: Neighbours) -> MemberRecord:
 @pytest.mark.integration
 def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
-        records = [agent(one.pid), agent(other.pid, "m6-x"), me()]
-        neighbours.follow(records)
+        records = [agent(one.pid), agent(other.pid, "m6-x")]
+        follow(neighbours, *records)
         one.kill()
         assert next_death(neighbours) == records[0]
-        neighbours.follow(records)
-        neighbours.follow(records[1:])
+        follow(neighbours, *records)
+        follow(neighbours, *records[1:])
         assert not neighbours.dead and len(neighbours.pidfds) == 1
         other.kill()
         assert next_death(neighbours) == records[1]
@@ -76,8 +80,8 @@ def test_killed_agent_is_seen_and_told_once(neighbours: Neighbours) -> None:
 @pytest.mark.integration
 def test_one_that_has_left_is_watched_no_more(neighbours: Neighbours) -> None:
     with process() as one, process() as other:
-        neighbours.follow([agent(one.pid), agent(other.pid, "m6-x"), me()])
-        neighbours.follow([agent(other.pid, "m6-x"), me()])
+        follow(neighbours, agent(one.pid), agent(other.pid, "m6-x"))
+        follow(neighbours, agent(other.pid, "m6-x"))
         one.kill()
         one.wait()
         other.kill()
@@ -90,7 +94,7 @@ def test_dead_before_it_was_watched(neighbours: Neighbours) -> None:
     with process() as one:
         gone = agent(one.pid)
     with process() as one:
-        neighbours.follow([gone, agent(one.pid, "m6-x", began=1), me()])
+        follow(neighbours, gone, agent(one.pid, "m6-x", began=1))
     assert neighbours.dead.keys() == {"m5-x", "m6-x"} and not neighbours.pidfds
 
 
@@ -98,7 +102,7 @@ def test_dead_before_it_was_watched(neighbours: Neighbours) -> None:
 def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
     with process() as one:
         far = agent(one.pid, space="another kernel")
-    neighbours.follow([far, agent(1, "m7-x", began=0).model_copy(update={"joiner": False}), me()])
+    follow(neighbours, far)
     assert not neighbours.dead and not neighbours.pidfds
 
 
@@ -108,7 +112,8 @@ def test_everybody_who_has_joined_is_watched() -> None:
     everybody.append(agent(8, "m8-far", space="another kernel"))
     for living in ({0, 1, 2, 3, 4, 5, 6, 7}, {0, 3}, {6, 7}, {3, 4, 5, 6}):
         records = [r for r in everybody if r.slot in living or r.slot == 8]
-        watches = {r.id: watched_by(r.id, records, r.process_space) for r in records}
+        joiners = [r for r in records if r.joiner]
+        watches = {r.id: watched_by(r, joiners, r.process_space) for r in records}
         assert all(len(watched) <= 2 and me not in watched for me, watched in watches.items())
         watched = {member for them in watches.values() for member in them}
         assert watched == {r.id for r in records if r.joiner and r.slot != 8}

@@ -13,6 +13,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import (
     HealthReply,
+    HealthRequest,
     JobRecord,
     LayoutRecord,
     LeaderRecord,
@@ -30,6 +31,7 @@ from bamboo_ds.store.records import KeyValue, Snapshot
 from bamboo_ds.topology import Layout, Plan
 
 from .support.records import left, member
+from .support.records import member as known_as
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("concepts.md")
@@ -64,8 +66,9 @@ def departed(member: str, step: int, checkpoint: str | None = None) -> dict[str,
     return {
         **kept_by(member, 3, step, checkpoint),
         Keys.notice(member): NoticeRecord(id=member, kind="leave", source="file", detail=""),
-        Keys.suspect(member, "a"): SuspicionRecord(accused=member, by="a", epoch=3, reason=""),
-        Keys.suspect("b", member): SuspicionRecord(accused="b", by=member, epoch=3, reason=""),
+        Keys.known(member): known_as(member, 1),
+        Keys.suspect(member): SuspicionRecord(by=member, epoch=3, accused={"b": ""}),
+        Keys.asked(member): HealthRequest(id=member, epoch=3),
         Keys.left(member): left(member, 1),
     }
 

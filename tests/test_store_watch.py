@@ -44,6 +44,30 @@ def test_watch_from_a_snapshot_misses_and_repeats_nothing(store: Store) -> None:
     assert len(seen.seen) == 2 and watch.error is None
 
 
+def test_a_watch_of_several_prefixes_brings_what_is_under_them_and_nothing_else(own_etcd: EtcdServer) -> None:
+    """Each change once, also where etcd has been started again meanwhile and some prefixes had none for long."""
+    with Store([own_etcd.url], namespace="/bamboo/j/", timeout_s=20.0) as store:
+        store.put("plan", "1")
+        snapshot = store.get_prefix("plan", "leave/a", "hosts/x/")
+        assert snapshot.entries.keys() == {"plan"}
+        for key in ("hosts/x/b", "hosts/y/b", "leave/b", "plan"):
+            store.put(key, "2")
+        seen = Recorder()
+        watch = store.watch(("plan", "leave/a", "hosts/x/"), seen, snapshot.revision + 1)
+        seen.wait(lambda events: len(events) == 2)
+        own_etcd.restart()
+        for key in ("members/a", "leave/a", "plan"):
+            store.put(key, "3")
+        store.delete("hosts/x/b")
+        seen.wait(lambda events: len(events) == 5)
+        assert watch.reconnects
+        found = [(kind, key, value) for kind, key, value in seen.seen if key == "plan"]
+        assert found == [("put", "plan", "2"), ("put", "plan", "3")]
+        others = [("delete", "hosts/x/b", ""), ("put", "hosts/x/b", "2"), ("put", "leave/a", "3")]
+        assert sorted(each for each in seen.seen if each[1] != "plan") == others
+        watch.cancel()
+
+
 def test_watch_survives_a_stopped_etcd(own_etcd: EtcdServer) -> None:
     with Store([own_etcd.url], namespace="/bamboo/j/") as store:
         seen = Recorder()

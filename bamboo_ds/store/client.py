@@ -92,11 +92,13 @@ class Store:
         response = self._connection.call(_range, rpc.RangeRequest(key=self._keys.absolute(key))).message
         return self._keys.key_value(response.kvs[0]) if response.kvs else None
 
-    def get_prefix(self, prefix: str) -> Snapshot:
-        """All keys that start with ``prefix`` at one revision (linearizable)."""
-        response = self._connection.call(_range, rpc.RangeRequest(**self._keys.bounds(prefix))).message
-        entries = {kv.key: kv for kv in map(self._keys.key_value, response.kvs)}
-        return Snapshot(entries, response.header.revision)
+    def get_prefix(self, *prefixes: str) -> Snapshot:
+        """All keys that start with one of ``prefixes`` at one revision (linearizable)."""
+        ranges = [rpc.RangeRequest(**self._keys.bounds(prefix)) for prefix in prefixes]
+        request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=each) for each in ranges])
+        response = self._connection.call(lambda link: link.kv.Txn, request).message
+        found = [kv for each in response.responses for kv in each.response_range.kvs]
+        return Snapshot({kv.key: kv for kv in map(self._keys.key_value, found)}, response.header.revision)
 
     def folders(self) -> list[str]:
         """What the namespace's keys begin with up to their first slash, each once."""
@@ -191,13 +193,15 @@ class Store:
 
     def watch(
         self,
-        prefix: str,
+        prefix: str | Sequence[str],
         callback: Callable[[WatchEvent], None],
         start_revision: int | None = None,
         *,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> Watch:
         """Call ``callback`` for every change under ``prefix``, in order, each once.
+
+        With several prefixes changes under each are in order; those under different ones may come in another order.
 
         Usual order: ``snapshot = get_prefix(p)``, handle it, ``watch(p, callback, snapshot.revision + 1)``.
         The watch outlives broken connections and restarts of etcd: it goes on after the last revision
@@ -209,14 +213,15 @@ class Store:
         ``on_error``; after a :class:`StoreError` read the prefix again.
 
         Args:
-            prefix: keys to watch; an exact key is a prefix too.
+            prefix: keys to watch; an exact key is a prefix too. None of several begins with another one.
             callback: called from the watch's thread.
             start_revision: first revision to report; ``None`` for changes after this call.
             on_error: called once, from the watch's thread, if the watch ends by an error.
         """
+        prefixes = (prefix,) if isinstance(prefix, str) else tuple(prefix)
         if start_revision is None:
-            start_revision = self.get_prefix(prefix).revision + 1
-        watch = Watch(self._connection, self._keys, prefix, callback, start_revision, on_error, self._forget)
+            start_revision = self.get_prefix(*prefixes).revision + 1
+        watch = Watch(self._connection, self._keys, prefixes, callback, start_revision, on_error, self._forget)
         with self._lock:
             if self._connection.closed.is_set():
                 raise StoreError("the store is closed")

@@ -6,7 +6,7 @@ import logging
 import queue
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import grpc
@@ -42,7 +42,7 @@ class Watch:
         self,
         connection: EtcdConnection,
         keys: Keyspace,
-        prefix: str,
+        prefixes: Sequence[str],
         callback: Callable[[WatchEvent], None],
         first: int,
         on_error: Callable[[BaseException], None] | None,
@@ -50,26 +50,26 @@ class Watch:
     ) -> None:
         self.error: BaseException | None = None
         self.reconnects = 0
-        self._connection, self._keys, self._prefix = connection, keys, prefix
+        self._connection, self._keys, self._prefixes = connection, keys, tuple(prefixes)
         self._callback, self._on_error, self._on_end = callback, on_error, on_end
-        self._next = first
+        self._next = [first] * len(self._prefixes)  # revisions, by prefix
         self._cluster = 0
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._stream: _WatchStream | None = None
-        self._thread = threading.Thread(target=self._run, name=f"bamboo-watch-{prefix}", daemon=True)
+        self._thread = threading.Thread(target=self._run, name=f"bamboo-watch-{prefixes[0]}", daemon=True)
 
     def start(self) -> None:
         """Begin to deliver events."""
         self._thread.start()
 
-    def cancel(self) -> None:
-        """End the watch. No callback runs after the return (unless called from the callback itself)."""
+    def cancel(self, wait: bool = True) -> None:
+        """End the watch. No callback begins after the return; with ``wait`` none runs (but that which calls this)."""
         self._stop.set()
         with self._lock:
             if self._stream is not None:
                 self._stream.close()
-        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+        if wait and threading.current_thread() is not self._thread and self._thread.ident is not None:
             self._thread.join()
 
     def _run(self) -> None:
@@ -85,7 +85,7 @@ class Watch:
             self._on_end(self)
         if self.error is not None:
             defect = None if isinstance(self.error, StoreError) else self.error
-            log.warning("the watch of %r has ended: %s", self._prefix, self.error, exc_info=defect)
+            log.warning("the watch of %r has ended: %s", self._prefixes, self.error, exc_info=defect)
             if self._on_error is not None:
                 self._on_error(self.error)
 
@@ -109,72 +109,94 @@ class Watch:
                 if response.canceled:
                     self._canceled(stream, response)
                     break
-                self._deliver(response)
+                self._deliver(stream, response)
         except Broken as error:
-            log.debug("watch of %r: %s", self._prefix, error)
+            log.debug("watch of %r: %s", self._prefixes, error)
         finally:
             stream.close()
         self.reconnects += 1
 
     def _open(self) -> _WatchStream:
-        """A stream whose watch etcd has confirmed, from the next revision on."""
+        """A stream whose watches, one for each prefix, etcd has confirmed, from their next revisions on."""
         link = self._connection.link()
-        request = rpc.WatchCreateRequest(**self._keys.bounds(self._prefix), start_revision=self._next)
-        stream = _WatchStream(self._connection, link, request)
+        wanted = zip(self._prefixes, self._next, strict=True)
+        requests = [rpc.WatchCreateRequest(**self._keys.bounds(each), start_revision=at) for each, at in wanted]
+        stream = _WatchStream(self._connection, link, requests)
         try:
             with self._lock:
                 self._stream = stream
                 if self._stop.is_set():
                     raise Broken("canceled")
-            first = next(stream, None)
-            if first is None:
-                raise Broken("the stream ended before it began")
-            if first.canceled:
-                self._canceled(stream, first)
-                raise Broken("the watch was refused for once")
-            if first.header.revision < self._next - 1 or self._cluster not in (0, first.header.cluster_id):
-                # Waiting for our revision would be silence: this etcd starts from older or no data.
-                raise StoreError(f"etcd at {link.endpoint} has lost data or is another one; read the prefix again")
-            self._cluster = first.header.cluster_id
+            newest = max(self._next) - 1
+            while len(stream.watches) < len(self._prefixes):
+                self._confirm(stream, next(stream, None), newest)
         except BaseException:
             stream.close()
             raise
         return stream
 
+    def _confirm(self, stream: _WatchStream, response: Any, newest: int) -> None:
+        """Take an answer of a stream that begins: the next of its watches is there, or another one has news already.
+
+        Args:
+            newest: revision that was known before the stream.
+        """
+        if response is None:
+            raise Broken("the stream ended before it began")
+        if response.canceled:
+            self._canceled(stream, response)
+            raise Broken("the watch was refused for once")
+        if not response.created:
+            self._deliver(stream, response)
+            return
+        if response.header.revision < newest or self._cluster not in (0, response.header.cluster_id):
+            # Waiting for our revision would be silence: this etcd starts from older or no data.
+            raise StoreError(f"etcd at {stream.link.endpoint} has lost data or is another one; read the prefix again")
+        self._cluster = response.header.cluster_id
+        stream.watches[response.watch_id] = len(stream.watches)
+
     def _canceled(self, stream: _WatchStream, response: Any) -> None:
         """etcd has ended the watch: find out whether it may go on."""
         if response.compact_revision:
-            raise StoreError(f"etcd has compacted revision {self._next}; read the prefix again")
+            raise StoreError(f"etcd has compacted revision {min(self._next)}; read the prefix again")
         # A token that is unknown after a restart of etcd and a missing permission look alike here: an
         # ordinary request authenticates again, or raises what is really the matter.
-        log.info("etcd has ended the watch of %r: %s", self._prefix, response.cancel_reason or "no reason given")
+        log.info("etcd has ended the watch of %r: %s", self._prefixes, response.cancel_reason or "no reason given")
         stream.link.forget_token()
         try:
-            self._connection.call(lambda link: link.kv.Range, rpc.RangeRequest(**self._keys.bounds(self._prefix)))
+            for prefix in self._prefixes:
+                self._connection.call(lambda link: link.kv.Range, rpc.RangeRequest(**self._keys.bounds(prefix)))
         except StoreUnavailable as error:
             raise Broken(str(error)) from error
 
-    def _deliver(self, response: Any) -> None:
-        newest = self._next - 1
+    def _deliver(self, stream: _WatchStream, response: Any) -> None:
+        number = stream.watches[response.watch_id]
+        begin = newest = self._next[number]
         for event in response.events:
-            if event.kv.mod_revision < self._next:
+            if event.kv.mod_revision < begin:
                 continue
-            newest = max(newest, event.kv.mod_revision)
+            newest = max(newest, event.kv.mod_revision + 1)
             kv = self._keys.key_value(event.kv)
             if not self._ended():
                 self._callback(WatchEvent("put" if event.type == event.PUT else "delete", kv.key, kv))
-        self._next = newest + 1
+        self._next[number] = newest
 
 
 class _WatchStream:
-    """One watch stream: iterates over etcd's responses, raises :class:`Broken` when the connection dies."""
+    """One stream of watches: iterates over etcd's responses, raises :class:`Broken` when the connection dies.
 
-    def __init__(self, connection: EtcdConnection, link: Link, create: Any) -> None:
+    Attributes:
+        watches: by etcd's number of a watch the place of its prefix; in the order in which etcd has confirmed them.
+    """
+
+    def __init__(self, connection: EtcdConnection, link: Link, create: Sequence[Any]) -> None:
         self.link = link
+        self.watches: dict[int, int] = {}
         self._connection = connection
         # The stream lasts as long as its requests do: the queue ends them.
         self._requests: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._requests.put(rpc.WatchRequest(create_request=create))
+        for each in create:
+            self._requests.put(rpc.WatchRequest(create_request=each))
         self._closed = False
         try:
             # hasleader: etcd ends the watch rather than leave it silent when it is cut off from its cluster.

@@ -8,7 +8,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..comm.places import Listener
@@ -271,9 +271,9 @@ class WorkerChannel:
         """Report what this worker is in, and what it holds."""
         self._send(state)
 
-    def suspect(self, epoch: int, member: str, reason: str) -> None:
-        """Report that an operation of ``epoch`` towards ``member`` failed."""
-        self._send(SuspicionRecord(accused=member, by=self.member, epoch=epoch, reason=reason))
+    def suspect(self, epoch: int, accused: Mapping[str, str]) -> None:
+        """Report that operations of ``epoch`` towards the members ``accused`` failed, with the reasons."""
+        self._send(SuspicionRecord(by=self.member, epoch=epoch, accused=dict(accused)))
 
     def event(self, kind: str, **fields: Any) -> None:
         """Hand an event to the agent's event writer; ``fields`` must be JSON values.

@@ -183,8 +183,8 @@ class Job:
         except TimeoutError:
             with self._lock:
                 failures = dict(self._failures)
-            for member, reason in failures.items():
-                self.channel.suspect(after_epoch, member, reason)
+            if failures:
+                self.channel.suspect(after_epoch, failures)
         try:
             return self.channel.wait_plan(after_epoch, recovery.plan_timeout_s)
         except TimeoutError as error:

@@ -69,7 +69,7 @@ for text in words:
     elif word == "event":
         channel.event(rest[0], **json.loads(" ".join(rest[1:])))
     elif word == "suspect":
-        channel.suspect(int(rest[0]), rest[1], "a test says so")
+        channel.suspect(int(rest[0]), {rest[1]: "a test says so"})
     elif word == "child":
         child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True)
         tell("child", pid=child.pid)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from bamboo_ds.control.registry.keys import Keys
@@ -98,6 +98,7 @@ class SimStore:
         self.by = ""
         self.closed = self._seen = False
         self._next = 0
+        self._watched: tuple[str, ...] = ()
         self._observe: Callable[[WatchEvent], None] | None = None
         self._on_error: Callable[[BaseException], None]
         self._refused = 0
@@ -125,9 +126,9 @@ class SimStore:
     def get(self, key: str) -> KeyValue | None:
         return self.request(lambda: self.etcd.keys.get(key))  # type: ignore[no-any-return]
 
-    def get_prefix(self, prefix: str) -> Snapshot:
+    def get_prefix(self, *prefixes: str) -> Snapshot:
         def read() -> Snapshot:
-            found = {key: entry for key, entry in self.etcd.keys.items() if key.startswith(prefix)}
+            found = {key: entry for key, entry in self.etcd.keys.items() if key.startswith(prefixes)}
             return Snapshot(found, self.etcd.revision)
 
         return self.request(read)  # type: ignore[no-any-return]
@@ -172,10 +173,14 @@ class SimStore:
     def lease(self, ttl_s: float) -> SimLease:
         return SimLease(self, self.request(self.etcd.grant))
 
-    def watch(self, prefix: str, callback: Callable[[WatchEvent], None], start: int, *, on_error: Any) -> None:
+    def watch(
+        self, prefixes: Sequence[str], callback: Callable[[WatchEvent], None], start: int, *, on_error: Any
+    ) -> SimStore:
         self._observe, self._on_error, self._refused = callback, on_error, self.etcd.refusals
+        self._watched = tuple(prefixes)
         changes = self.etcd.changes
         self._next = next((n for n, event in enumerate(changes) if event.kv.mod_revision >= start), len(changes))
+        return self
 
     def deliver(self) -> bool:
         """Hand over what has changed since the last time; whether there was anything."""
@@ -195,9 +200,14 @@ class SimStore:
             self._on_error(StoreError("etcd has compacted what comes next"))
             return True
         for event in changes[self._next :]:
-            self._observe(event)
+            if event.key.startswith(self._watched):
+                self._observe(event)
         self._next = len(changes)
         return True
+
+    def cancel(self, wait: bool = True) -> None:
+        """As of the watch that is running."""
+        self._observe = None
 
     def close(self) -> None:
         self.closed, self._observe = True, None

@@ -22,7 +22,7 @@ from bamboo_ds.control.agent.rejoin import Rejoin
 from bamboo_ds.control.agent.slot import Slot, State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
-from bamboo_ds.control.messages import Contact, ExitNotice, Message, PlanPush
+from bamboo_ds.control.messages import Contact, ExitNotice, Heartbeat, Message, PlanPush
 from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord, WorkerRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import Vacancy
 from bamboo_ds.control.settings import AgentSettings, MemberOptions
@@ -97,7 +97,7 @@ class Worker:
         self.step = 0
         self.alone_since: float | None = None
         self.paused_since: float | None = None
-        self._accused: set[tuple[int, str]] = set()
+        self._accused = SuspicionRecord(by=member, epoch=-1, accused={})
         self.last_sign_of_life: float | None = None
         if joiner:
             self.tell(LayoutRecord(id=self.member, layout=Layout(1, STAGES), redundant=True, iterators=False))
@@ -191,10 +191,11 @@ class Worker:
         if now - self.alone_since > ISOLATED_S:
             self.exit(EXIT_EVICTED)
         elif now - self.alone_since > TTL_S:
-            for peer in peers:
-                if (plan.epoch, peer) not in self._accused:
-                    self._accused.add((plan.epoch, peer))
-                    self.tell(SuspicionRecord(accused=peer, by=self.member, epoch=plan.epoch, reason="silent"))
+            before = self._accused if self._accused.epoch == plan.epoch else None
+            accused = {**(before.accused if before else {}), **dict.fromkeys(peers, "silent")}
+            if before is None or accused != before.accused:
+                self._accused = SuspicionRecord(by=self.member, epoch=plan.epoch, accused=accused)
+                self.tell(self._accused)
 
 
 # -- the package's processes ------------------------------------------------------------------------------
@@ -295,6 +296,7 @@ class SimAgent(Agent):
         self._mailbox = SimMailbox()
         self._events = EventWriter(None)
         self._kill_at = self._progress = self._progress_due = self._exit_notice = None
+        self._written, self._speaks = Heartbeat(), False
         self._leaving: Any = SimpleNamespace(notice=None, end_at=None)
         self._watchdog: Any = SimpleNamespace(hung=None)
         self._telling = None

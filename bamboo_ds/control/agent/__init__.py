@@ -15,6 +15,7 @@
 :mod:`.leaving`         leaving on notice
 :mod:`.data_workers`    further workers, which only draw batches
 :mod:`.neighbours`      agents of the same host that die
-:mod:`.health`          answers to accusations
+:mod:`.following`       which keys of the job the coordinator follows
+:mod:`.health`          answers for a member that is accused
 ======================  ================================================================================
 """

@@ -76,6 +76,8 @@ class Agent:
         self._watchdog = Watchdog(settings.bamboo.membership)
         self._data_workers = DataWorkers()
         self._progress: Heartbeat | None = None
+        self._written = Heartbeat()  # as far as it has been told to etcd
+        self._speaks = False  # for all members, of steps
         self._progress_due: float | None = None
         self._exit_notice: ExitNotice | None = None
         self._loop = AgentLoop()
@@ -277,6 +279,8 @@ class Agent:
         logs.set_context(epoch=plan.epoch)
         if self._telling is not None:
             self._telling.note_plan(plan)
+        self._speaks = plan.owners[0] == self._id
+        self._plan_progress()
         self._obey(self._slot.note_plan(plan))
 
     def _obey(self, order: EndWorker | None) -> None:
@@ -319,12 +323,8 @@ class Agent:
                 self._telling.note_doing(message.doing)
             if self._watchdog.stuck(message):
                 self._worker.kill(signal.SIGKILL)
-            before = self._progress
-            seen = (None, None, None) if before is None else (before.step, before.checkpoint, before.doing)
-            if (message.step, message.checkpoint, message.doing) != seen:
-                self._progress = message
-                if self._progress_due is None:
-                    self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
+            self._progress = message
+            self._plan_progress()
         elif isinstance(message, EventReport):
             forward(self._events, message, self._settings.job, me, self._coordinator.timing)
         elif isinstance(message, ExitNotice):
@@ -335,9 +335,19 @@ class Agent:
                 why = f"the worker of {me} failed: {message.reason}"
                 self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
+    def _plan_progress(self) -> None:
+        """Have etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
+        now, told = self._progress, self._written
+        if now is None or self._progress_due is not None:
+            return
+        news = (now.checkpoint, now.doing) != (told.checkpoint, told.doing)
+        if news or (self._speaks and now.step != told.step):
+            self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
+
     def _write_progress(self) -> None:
         self._progress_due = None
         if self._progress is not None:
+            self._written = self._progress
             told = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
             record = ProgressRecord(id=self._id, step=self._progress.step or 0, **told)
             self._coordinator.write(Keys.progress(self._id), record)

@@ -12,11 +12,13 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 
 from ...errors import LeaseExpired, PlanForged, StoreError, StoreUnavailable
 from ...job_settings import JobSettings
 from ...store.client import Store
 from ...store.records import WatchEvent
+from ...store.watch import Watch
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
 from ..leader.leader import Leader
@@ -34,6 +36,7 @@ from ..registry.records import (
 )
 from ..web.display import JobPage
 from .callbacks import Callbacks, News
+from .following import EVERYTHING, followed
 from .health import HealthReplies
 from .lease import LeaseKeeper, register
 from .mailbox import Mailbox
@@ -97,12 +100,12 @@ class Coordinator:
         self._leave = News(callbacks.on_leave, once=True)
         # The job of one that waits is whole again, and may never need another plan.
         self._whole = News(callbacks.on_plan, once=True)
-        # The worker must know of a lineage before its first commit.
-        self._lineage = News[tuple[str, int]](lambda _: self._keeper.look())
+        # The worker must know of a lineage before its first commit, and of that anew once it is fenced.
+        self._lineage = News[tuple[tuple[str, int], float | None]](lambda _: self._keeper.look())
         self._health = HealthReplies(store, record.id, last_heartbeat, clock)
         self._inbox = Mailbox()
         self._pending: dict[str, Record] = {}
-        self._neighbours = Neighbours(record.id)
+        self._neighbours = Neighbours()
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
         self._ending = threading.Event()
         self._keeper = LeaseKeeper(
@@ -120,6 +123,8 @@ class Coordinator:
         )
         self._mirror: Mirror | None = None  # ``None``: it is to be read anew
         self._last: Mirror | None = None  # the newest one that could be read
+        self._followed = followed(self._membership, None, leads=False)  # prefixes of its keys
+        self._watch: Watch | None = None
         #: Its worker has failed when the job went on without this member already.
         self.superseded = False
         #: After the departure: no other member is left on this host. False while that is not known.
@@ -217,9 +222,9 @@ class Coordinator:
                 self._depart(*self._departure)
                 self._ending.set()
                 return None
-            if self._mirror is None:
+            while (mirror := self._mirror) is None or self._needs_more(mirror):
                 self._mirror = self._connect()
-            return self._work(self._mirror)
+            return self._work(mirror)
         except (StoreUnavailable, LeaseExpired) as error:
             logger.debug("etcd does not answer: %s", error)
             if self._gives_up(self._keeper.silent_s):
@@ -242,13 +247,25 @@ class Coordinator:
         self._inbox.handle_all()
         self._neighbours.look()
 
+    def _needs_more(self, mirror: Mirror) -> bool:
+        """Whether keys have to be followed from now on that ``mirror`` has not: by one that has begun to lead, all."""
+        wanted = followed(self._membership, mirror.plan, leads=mirror.leader == self._id)
+        more = self._followed != EVERYTHING and not set(self._followed).issuperset(wanted)
+        self._followed = wanted if more else self._followed
+        return more
+
     def _connect(self) -> Mirror:
-        snapshot = self._store.get_prefix("")
+        if self._watch is not None:
+            self._watch.cancel(wait=False)  # what it still brings is for the mirror before
+        self._mirror = None
+        snapshot = self._store.get_prefix(*self._followed)
         self._last = mirror = Mirror(snapshot, self._last)
         check_start(self._membership.record, mirror)
         if self._keeper.lease is None:
             self._register(mirror)
-        self._store.watch("", self._observe, snapshot.revision + 1, on_error=self._watch_failed)
+        self._watch = self._store.watch(
+            self._followed, partial(self._observe, mirror), snapshot.revision + 1, on_error=self._watch_failed
+        )
         if self._membership.standing is Standing.LOOKING:
             self._membership.note_found()
             self._keep_lease()
@@ -274,11 +291,10 @@ class Coordinator:
             record = record.model_copy(update={"lease": lease.id})
             self._store.compare_and_swap(key, entry.mod_revision, record.to_json(), lease)
 
-    def _observe(self, event: WatchEvent) -> None:
+    def _observe(self, mirror: Mirror, event: WatchEvent) -> None:
         def apply() -> None:
-            mirror = self._mirror
-            if mirror is None:
-                return  # it is about to be read anew
+            if self._mirror is not mirror:
+                return  # it has been read anew, or is about to be
             try:
                 mirror.apply(event)
                 plan = mirror.plan
@@ -306,7 +322,8 @@ class Coordinator:
             self._callbacks.on_settings(job.settings)
         if plan is not None:
             self._push(plan)
-            self._lineage.tell(plan.lineage)
+            self._keeper.know(mirror)
+            self._lineage.tell((plan.lineage, plan.fence_s))
         if mirror.restart is not None:
             self._restart.tell(mirror.restart)
         if plan is not None and (member.record.joiner or member.standing is Standing.WAITING):
@@ -362,7 +379,7 @@ class Coordinator:
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
         """Report members of this host whose agents have died."""
-        self._neighbours.follow(mirror.members.values())
+        self._neighbours.follow(self._membership.record, mirror.on_host)
         for record, at in list(self._neighbours.dead.values()):
             report_dead_agent(self._store, record, at, f"agent died, as {self._id} saw")
             del self._neighbours.dead[record.id]
@@ -374,8 +391,10 @@ class Coordinator:
         whole = not plan.unheld and mirror.members.keys() >= set(plan.members)
         if self._membership.standing is Standing.WAITING and whole:
             self._whole.tell(plan)
-        if over_for(self._id, mirror, plan):
-            self._stop_leading()  # it must not lead a job on that has finished
+        # Where all that took part have gone one that does not has the leadership, and knows.
+        if self._leader is not None and mirror.leader == self._id and over_for(self._id, mirror, plan):
+            self._leader.abdicate()  # it must not lead a job on that has finished; the next one finds that out, too
+            self._stop_leading()
             self._stop.tell(StopRecord(code=0, reason="the job has finished", by=self._id))
 
     def _put(self, key: str, record: Record) -> None:

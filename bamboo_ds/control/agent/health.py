@@ -1,4 +1,4 @@
-"""Answers to accusations: a worker whose heart beats is alive, whatever others can reach."""
+"""Answers for members that are accused: a worker whose heart beats is alive, whatever others can reach."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from ...store.client import Store
 from ...topology.plan import Plan
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
-from ..registry.records import HealthReply
+from ..registry.records import HealthReply, HealthRequest
 
-#: How often a pending accusation is compared with the worker's heartbeat, in seconds.
+#: How often an open question is compared with the worker's heartbeat, in seconds.
 _POLL_S = 0.1
 
 
@@ -28,19 +28,20 @@ class HealthReplies:
         self, store: Store, member: str, last_heartbeat: Callable[[], float | None], clock: Callable[[], float]
     ) -> None:
         self._store, self._member, self._last_heartbeat, self._clock = store, member, last_heartbeat, clock
-        self._accused: tuple[int, float] | None = None  # epoch, and when we learnt of it
+        self._asked: tuple[int, float] | None = None  # epoch, and when we learnt of it
+        self._replied = 0  # epoch
 
     def reply(self, mirror: Mirror, plan: Plan | None) -> float | None:
-        """Answer an accusation as soon as a heartbeat disproves it; returns when to look again."""
+        """Answer the leader's question as soon as there is a heartbeat after it; returns when to look again."""
         me = self._member
-        if plan is None or mirror.healthy.get(me) == plan.epoch:
+        question = mirror.get(Keys.asked(me), HealthRequest)
+        if plan is None or question is None or question.epoch != plan.epoch or self._replied == plan.epoch:
             return None
-        if not any(s.accused == me and s.epoch == plan.epoch for s in mirror.suspicions):
-            return None
-        if self._accused is None or self._accused[0] != plan.epoch:
-            self._accused = (plan.epoch, self._clock())
+        if self._asked is None or self._asked[0] != plan.epoch:
+            self._asked = (plan.epoch, self._clock())
         heartbeat = self._last_heartbeat()
-        if heartbeat is not None and heartbeat > self._accused[1]:
+        if heartbeat is not None and heartbeat > self._asked[1]:
             self._store.put(Keys.health(me), HealthReply(id=me, epoch=plan.epoch).to_json())
+            self._replied = plan.epoch
             return None
         return self._clock() + _POLL_S

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -16,7 +17,7 @@ from ..fencing import contact_with
 from ..fencing import now as fence_clock
 from ..messages import Contact
 from ..registry.keys import Keys
-from ..registry.mirror import read_plan
+from ..registry.mirror import Mirror, read_plan
 from ..registry.records import MemberRecord
 
 logger = logging.getLogger("bamboo_ds.control.lease")
@@ -25,10 +26,11 @@ logger = logging.getLogger("bamboo_ds.control.lease")
 #: A member that was refreshed in time survives an outage of (1 - REFRESH) TTLs, so every outage that can
 #: cost a lease is longer than _OUTAGE TTLs for everyone.
 REFRESH = 0.2
-#: Seconds after which etcd is asked at the latest. A broken connection, a stopped etcd and a cluster without quorum
-#: leave a watch silent forever; none of them answers that.
-_ASK_S = 1.0
+#: A broken connection, a stopped etcd and a cluster without quorum leave a watch silent forever; none of them answers a
+#: refresh.
 _OUTAGE = 0.6
+#: Share of ``fence_s`` after which the plan is read again.
+_LOOK = 0.1
 
 
 def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: int) -> Lease | None:
@@ -37,8 +39,11 @@ def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: in
     Returns:
         The lease; ``None`` if that was not done, since the plan is not of ``plan_revision`` any more.
     """
+    store.put(Keys.known(record.id), record.to_json())
     key, lease = Keys.member(record.id), store.lease(ttl_s)
     entry, leased = store.get(key), record.model_copy(update={"lease": lease.id})
+    if record.joiner and record.process_space:
+        store.put(Keys.host(record.process_space, record.id), leased.to_json(), lease)
     before = entry.mod_revision if entry else 0
     if store.compare_and_swap(key, before, leased.to_json(), lease, {Keys.PLAN: plan_revision}):
         return lease
@@ -82,6 +87,7 @@ class LeaseKeeper:
         self._lost: Lease | None = None
         self._seen: tuple[int, Plan | None] = 0, None  # the plan that was read last
         self._read_epoch = 0  # the newest epoch that was
+        self._looked_at = 0.0
         self._last_contact = clock()
         self._trusted_from = 0.0
         self.thread = threading.Thread(target=self._keep, name="bamboo-lease", daemon=True)
@@ -106,7 +112,7 @@ class LeaseKeeper:
         return self._trusted_from
 
     def _keep(self) -> None:
-        while not self._ending.wait(min(REFRESH * self._ttl_s, _ASK_S)):
+        while not self._ending.wait(REFRESH * self._ttl_s):
             try:
                 self.stay()
             except StoreUnavailable as error:
@@ -125,7 +131,7 @@ class LeaseKeeper:
                 return
 
     def stay(self) -> None:
-        """Refresh the lease, and learn whether the job still goes on with the plan that the worker has."""
+        """Refresh the lease; now and then learn whether the job goes on with the plan that the worker has."""
         lease = self.lease
         if lease is not None and lease is not self._lost:
             alive = lease.refresh()
@@ -137,12 +143,22 @@ class LeaseKeeper:
                 self._lost = lease
                 logger.warning("the lease of %s ran out", self._member)
                 self._post(partial(self._forget, lease))
-        self.look()
+        plan = self._seen[1]
+        pause_s = 0.0 if plan is None or lease is None or lease is self._lost else _LOOK * (plan.fence_s or math.inf)
+        if self._clock() >= self._looked_at + pause_s:
+            self.look()
+
+    def know(self, mirror: Mirror) -> None:
+        """Take the plan over that ``mirror`` has read, so that it is not read twice. From the coordinator's thread."""
+        plan, revision = mirror.plan, mirror.revision(Keys.PLAN)
+        if plan is not None and not mirror.plan_forged and revision > self._seen[0]:
+            self._seen = revision, plan
 
     def look(self) -> None:
         """Learn whether the job still goes on with the plan that the worker has. Callable from any thread."""
         begun = self._fence_clock()
         plan = self._read(self._store.get(Keys.PLAN))
+        self._looked_at = self._clock()
         if plan is None or plan.epoch < self._read_epoch:
             return  # one of the past says nothing of the present
         self._read_epoch = plan.epoch
@@ -151,10 +167,14 @@ class LeaseKeeper:
             self._on_contact(contact)
 
     def _read(self, entry: KeyValue | None) -> Plan | None:
-        """The plan in ``entry``; mostly it is the one before."""
-        if entry is not None and self._seen[0] != entry.mod_revision:
-            self._seen = entry.mod_revision, read_plan(entry)
-        return None if entry is None else self._seen[1]
+        """The plan in ``entry``; mostly it has been read before."""
+        if entry is None:
+            return None
+        revision, plan = self._seen
+        if revision != entry.mod_revision:
+            plan = read_plan(entry)
+            self._seen = entry.mod_revision, plan
+        return plan
 
     def _forget(self, lease: Lease) -> None:
         if self.lease is lease:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from multiprocessing.connection import wait
 from typing import TYPE_CHECKING
 
@@ -49,36 +49,30 @@ def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: s
         store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))
 
 
-def watched_by(me: str, members: Iterable[MemberRecord], space: str) -> dict[str, MemberRecord]:
+def watched_by(me: MemberRecord, joiners: Iterable[MemberRecord], space: str) -> dict[str, MemberRecord]:
     """Whom the agent of ``me`` watches: the next members in the order of slots that have joined.
 
     The others are children of a launcher, which sees their deaths.
 
     Args:
-        members: all that are registered.
+        joiners: those that are registered.
         space: :func:`process_space` of ``me``.
     """
-    near = in_slot_order(r for r in members if r.process_space == space or r.id == me)
-    at = next((n for n, record in enumerate(near) if record.id == me), None)
-    if at is None:
-        return {}
-    following = [record for record in (*near[at + 1 :], *near[:at]) if record.joiner]
-    return {record.id: record for record in following[:_WATCHED]}
+    near = in_slot_order([me, *(r for r in joiners if r.process_space == space and r.id != me.id)])
+    at = near.index(me)
+    return {record.id: record for record in (*near[at + 1 :], *near[:at])[:_WATCHED]}
 
 
 class Neighbours:
     """The agents of some members of this host, so that each that has joined is watched by somebody.
-
-    Args:
-        me: id of the member that watches.
 
     Attributes:
         dead: members whose agents were found dead, with the monotonic time at which that was; whoever reports one takes
             it out. One may have left in order just before.
     """
 
-    def __init__(self, me: str) -> None:
-        self._me = me
+    def __init__(self) -> None:
+        self._seen: Mapping[str, MemberRecord] | None = None
         self._watched: dict[int, MemberRecord] = {}  # by pidfd
         self._known: frozenset[str] = frozenset()
         self.dead: dict[str, tuple[MemberRecord, float]] = {}
@@ -88,9 +82,11 @@ class Neighbours:
         """Descriptors that are readable once somebody is dead; :meth:`look` then."""
         return list(self._watched)
 
-    def follow(self, members: Iterable[MemberRecord]) -> None:
-        """Watch those of ``members`` (all that are registered) that this agent is to watch, and nobody else."""
-        near = watched_by(self._me, members, process_space())
+    def follow(self, me: MemberRecord, joiners: Mapping[str, MemberRecord]) -> None:
+        """Watch those of ``joiners`` that the agent of ``me`` is to watch, and nobody else."""
+        if joiners is self._seen:
+            return
+        self._seen, near = joiners, watched_by(me, joiners.values(), process_space())
         for pidfd, record in list(self._watched.items()):
             if record.id not in near:
                 self._drop(pidfd)

@@ -75,4 +75,11 @@ class Complete:
     settings: BambooConfig
 
 
-Action = Wait | WritePlan | StopJob | StartDataWorker | Assign | Complete
+@dataclass(frozen=True)
+class Ask:
+    """Ask the agents of members that are accused whether their workers live."""
+
+    members: tuple[str, ...]
+
+
+Action = Wait | Ask | WritePlan | StopJob | StartDataWorker | Assign | Complete

@@ -68,7 +68,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = _with_sources(view, plan, best_plan(plan, candidates, policy=policy, holders=holders), candidates)
     target = _able(view, target)
-    joined = [c.id for c in candidates if c.id not in plan.members]
+    joined = {c.id for c in candidates}.difference(plan.members)
     missing = moves(plan, target, holders)
     if not missing:
         same = _duties(target) == _duties(plan)
@@ -149,7 +149,8 @@ def _told(workers: Mapping[str, WorkerState], plan: Plan, rank: int) -> tuple[in
 
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
     """The members of the plan and those that wait to be admitted, in the order of their slots."""
-    records = in_slot_order(r for r in view.members.values() if r.id in plan.members or waits(view, r))
+    inside = set(plan.members)
+    records = in_slot_order(r for r in view.members.values() if r.id in inside or waits(view, r))
     spare = frozenset() if every_rank(view) else {r.id for r in records if r.feeder}
     facts = view.candidates(plan, going(view, plan) | spare)
     return [facts[record.id] for record in records]
@@ -158,7 +159,8 @@ def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
 def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> Plan:
     """``target`` with the members that have no roles but draw batches."""
     drawing = needed(view, plan, candidates) | feeding(view, plan, candidates)
-    kept = [c for c in candidates if c.id in target.members or c.id in drawing]
+    staying = drawing.union(target.members)
+    kept = [c for c in candidates if c.id in staying]
     return replace(target, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
 
 

@@ -14,8 +14,8 @@ from ...job_settings import differences
 from ...topology import Layout, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
-from ..registry.records import LayoutRecord, LeftRecord, in_slot_order
-from .actions import Action, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
+from ..registry.records import HealthReply, HealthRequest, LayoutRecord, LeftRecord, in_slot_order
+from .actions import Action, Ask, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
 from .departures import drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
@@ -34,7 +34,8 @@ class Decider:
     Args:
         settings: the job's, as far as they are known; those in the view are newer. For ``membership.settle_ms`` a loss
             waits for companions, because preemptions come in bulk, and accusations for a better explanation. For half
-            of ``membership.lease_ttl_s`` a single accusation waits for a health reply of the accused's agent. Without a
+            of ``membership.lease_ttl_s`` a single accusation waits for a health reply of the accused's agent, which is
+        asked. Without a
             reply the accused is dropped. With one, both are right and the connection between them is at fault: a new
             epoch with the same members rebuilds it. If they cannot reach each other then either, one of them is
             dropped.
@@ -46,6 +47,7 @@ class Decider:
         self._go_by(settings)
         self._since: dict[tuple[str, int, str], float] = {}
         self._reconnected: dict[frozenset[str], int] = {}  # pairs of members: the epoch that connected them anew
+        self._calm: View | None = None  # one in which the plan was the planner's choice
 
     def _go_by(self, settings: BambooConfig) -> None:
         self._settings = settings
@@ -100,7 +102,7 @@ class Decider:
         if isinstance(action, Wait) and absent:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
-        if isinstance(action, Wait) and action.until is None and plan.layout is not None:
+        if isinstance(action, Wait) and action.until is None and plan.layout is not None and not self._is_calm(view):
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
                     return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
@@ -111,7 +113,16 @@ class Decider:
             rank = wanted_feeder(view, plan)
             if rank is not None:
                 return StartDataWorker(rank)
+            self._calm = view
         return action
+
+    def _is_calm(self, view: View) -> bool:
+        """Whether all that the planner's choice follows from is as it was when that was the plan."""
+        calm = self._calm
+        if calm is None or calm.near_deadline != view.near_deadline:
+            return False
+        names = "plan", "members", "known", "left", "reports", "workers", "settings"
+        return all(getattr(calm, name) is getattr(view, name) for name in names)
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
         """Give the roles their shadows once every engine has reported the same layout."""
@@ -192,28 +203,33 @@ class Decider:
         """Weigh the accusations of the current epoch, the member that most others accuse first."""
         accusers: dict[str, list[str]] = {}
         living = set(plan.members) & set(view.members)
-        for suspicion in view.suspicions:
-            one_of_us = {suspicion.by, suspicion.accused} <= living and suspicion.by != suspicion.accused
-            if suspicion.epoch != plan.epoch:
-                continue
-            departure = view.left.get(suspicion.accused)
+        current = [suspicion for suspicion in view.suspicions.values() if suspicion.epoch == plan.epoch]
+        for accuser, accused in ((each.by, accused) for each in current for accused in each.accused):
+            departure = view.left.get(accused)
             if departure is not None and departure.abrupt:
-                return _stop_without(departure, suspicion.by, plan)
-            if one_of_us:
-                accusers.setdefault(suspicion.accused, []).append(suspicion.by)
+                return _stop_without(departure, accuser, plan)
+            if accuser in living and accused in living and accuser != accused:
+                accusers.setdefault(accused, []).append(accuser)
         wake: list[float] = []
+        unasked: list[str] = []
         for accused in sorted(accusers, key=lambda m: (-len(accusers[m]), -view.members[m].slot)):
             by = sorted(accusers[accused])
-            several = len(by) > 1
+            several, replied = len(by) > 1, _told_in(plan.epoch, view.healthy.get(accused))
             noticed = self._first_seen("accused twice" if several else "accused", plan.epoch, accused, now)
             due = noticed + (self._settle_s if several else self._reply_timeout_s)
             if now < due:
                 wake.append(due)
-            elif several or view.healthy.get(accused) != plan.epoch:
+                if several or replied or _told_in(plan.epoch, view.asked.get(accused)):
+                    continue
+                if now >= noticed + self._settle_s:
+                    unasked.append(accused)
+                else:  # others may be about to accuse it, too; then no word of it is needed
+                    wake.append(noticed + self._settle_s)
+            elif several or not replied:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:
                 return self._reconnect(view, plan, accused, by[0], noticed)
-        return Wait(min(wake, default=None))
+        return Ask(tuple(unasked)) if unasked else Wait(min(wake, default=None))
 
     def _reconnect(self, view: View, plan: Plan, accused: str, by: str, noticed: float) -> Action:
         """One member cannot reach another one that is alive: they connect anew. If that does not help, one has to go.
@@ -243,6 +259,10 @@ class Decider:
         for key in [key for key in self._since if key[1] < epoch]:
             del self._since[key]
         return self._since.setdefault((what, epoch, member), now)
+
+
+def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
+    return record is not None and record.epoch == epoch
 
 
 def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:

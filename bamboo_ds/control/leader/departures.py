@@ -63,7 +63,8 @@ def waits(view: View, record: MemberRecord) -> bool:
 
 def going(view: View, plan: Plan) -> frozenset[str]:
     """Members that are to get rid of what they have; nobody if there is nobody to take it over."""
-    there = [r for r in view.members.values() if r.id in plan.members or waits(view, r)]
+    inside = set(plan.members)
+    there = [r for r in view.members.values() if r.id in inside or waits(view, r)]
     if all(r.feeder or r.state == "leaving" for r in there):
         return frozenset()
     return frozenset(r.id for r in there if r.state == "leaving")
@@ -100,9 +101,9 @@ def wanted_feeder(view: View, plan: Plan) -> int | None:
     """The rank that a worker should run as which takes over drawing batches from a member that leaves, if any."""
     if every_rank(view):
         return None  # it could not replay what all ranks have computed together
-    gone = going(view, plan)
+    gone, inside = going(view, plan), set(plan.members)
     for at in drawing_ends(view, plan):
-        able = [r for r in view.members.values() if r.home in at and (r.id in plan.members or r.joiner)]
+        able = [r for r in view.members.values() if r.home in at and (r.id in inside or r.joiner)]
         if able and all(r.id in gone or r.state == "leaving" for r in able) and not gone.isdisjoint(r.id for r in able):
             return at[-1]
     return None
@@ -140,14 +141,15 @@ def vanished(view: View, plan: Plan) -> list[str]:
 
     The others still need them where they are, so they must not wait for the boundary.
     """
-    entered = [view.workers[m].epoch for m in plan.members if m in view.workers]
+    entered, inside = [view.workers[m].epoch for m in plan.members if m in view.workers], set(plan.members)
     if plan.immediate or not entered or min(entered) == plan.epoch:
         return []
+    first = min(entered)
     return [
         member
         for member, state in view.workers.items()
-        if state.epoch >= min(entered)
-        and member not in plan.members
+        if state.epoch >= first
+        and member not in inside
         and member not in view.members
         and not (member in view.left and view.left[member].outcome in ("left", "finished"))
     ]

@@ -36,6 +36,7 @@ from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import (
+    HealthRequest,
     LeaderRecord,
     MemberRecord,
     ProgressRecord,
@@ -48,7 +49,7 @@ from ..registry.records import (
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
-from .actions import Assign, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
+from .actions import Ask, Assign, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
@@ -129,7 +130,7 @@ class Leader:
         leader = mirror.leader
         if self._yields(mirror):
             if leader == self._member:
-                self._abdicate()
+                self.abdicate()
             return None
         if leader is None and not self._stopped:
             mine = LeaderRecord(id=self._member).to_json()
@@ -159,6 +160,9 @@ class Leader:
         if isinstance(action, Assign):
             self._assign(action.record, mirror)
             return None
+        if isinstance(action, Ask):
+            self._ask(action, mirror)
+            return None  # the watch tells
         if isinstance(action, Complete):
             self._complete(action.settings, mirror)
             return None
@@ -177,7 +181,8 @@ class Leader:
             return False
         return any(r.id in plan.members and r.state != "leaving" and not r.feeder for r in mirror.members.values())
 
-    def _abdicate(self) -> None:
+    def abdicate(self) -> None:
+        """Give the leadership up, if this member has it."""
         now = Mirror(self._store.get_prefix(Keys.LEADER))
         if now.leader == self._member:
             logger.info("giving up the leadership: this member leaves")
@@ -222,6 +227,11 @@ class Leader:
         told = record.model_dump(include={"checkpoint", "step", "global_step"})
         self._emit(Restart, record.after_epoch, number=record.generation, slots=slots, **told)
 
+    def _ask(self, action: Ask, mirror: Mirror) -> None:
+        assert mirror.plan is not None
+        for member in action.members:
+            self._store.put(Keys.asked(member), HealthRequest(id=member, epoch=mirror.plan.epoch).to_json())
+
     def _complete(self, told: BambooConfig, mirror: Mirror) -> None:
         """Complete the job's record, once; the watch tells all."""
         job = mirror.job
@@ -230,7 +240,7 @@ class Leader:
         self._store.compare_and_swap(Keys.SPEC, mirror.revision(Keys.SPEC), complete.to_json())
 
     def _prune(self, mirror: Mirror) -> None:
-        """Once in an epoch, when everybody has entered it: every agent holds a copy of all keys."""
+        """Once in an epoch, when everybody has entered it: each leader holds a copy of all keys."""
         plan = mirror.plan
         if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
             return
@@ -336,9 +346,9 @@ class Leader:
 
     def _emit_changes(self, attempt: _Attempt) -> None:
         old, action, new = attempt.old, attempt.action, attempt.action.plan
-        members = in_slot_order(attempt.members.values())
-        for member in members:
-            if member.id in new.members and (old is None or member.id not in old.members):
+        joined = set(new.members).difference(() if old is None else old.members)
+        for member in in_slot_order(attempt.members.values()):
+            if member.id in joined:
                 emit_or_log(self._events, self._joined(member, new.epoch))
         lost, written = self._losses(action.losses, old.epoch if old else 0), self._written_plan(new, action.reason)
         for event in (*lost, written):

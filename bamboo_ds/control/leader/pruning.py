@@ -13,10 +13,12 @@ KEPT_MEMBERS = 32
 KEPT_EPOCHS = 8
 
 _OF_MEMBERS = (
+    Keys.KNOWN,
     Keys.LEFT,
     Keys.REPORTS,
     Keys.WORKERS,
     Keys.SUSPECTS,
+    Keys.ASKED,
     Keys.HEALTH,
     Keys.PROGRESS,
     Keys.NOTICES,

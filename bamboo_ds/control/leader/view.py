@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from ...job_settings import JobSettings
 from ...topology import Candidate, Plan
 from ..registry.mirror import Mirror
 from ..registry.records import (
+    HealthReply,
+    HealthRequest,
     LayoutRecord,
     LeftRecord,
     MemberRecord,
@@ -31,8 +33,8 @@ class View:
         left: departures by member id.
         reports: layout reports by member id.
         workers: the epoch that each worker has entered and the replicas that it holds, by member id.
-        suspicions: of any epoch; only the current one's count.
-        healthy: members whose agents have answered an accusation, with the epoch of their newest reply.
+        suspicions: by the id of the member that accuses, of any epoch; only the current one's count.
+        asked, healthy: by member id the newest question whether its worker lives, and the newest answer.
         trusted_from: monotonic time in seconds from which on the absence of a member without a
             departure record means its loss. It lies in the future for a while after etcd could not be
             reached, when leases have run out of members that are alive and about to return.
@@ -50,8 +52,9 @@ class View:
     left: Mapping[str, LeftRecord] = field(default_factory=dict)
     reports: Mapping[str, LayoutRecord] = field(default_factory=dict)
     workers: Mapping[str, WorkerState] = field(default_factory=dict)
-    suspicions: Sequence[SuspicionRecord] = ()
-    healthy: Mapping[str, int] = field(default_factory=dict)
+    suspicions: Mapping[str, SuspicionRecord] = field(default_factory=dict)
+    asked: Mapping[str, HealthRequest] = field(default_factory=dict)
+    healthy: Mapping[str, HealthReply] = field(default_factory=dict)
     trusted_from: float = 0.0
     stopping: bool = False
     near_deadline: frozenset[str] = frozenset()
@@ -73,6 +76,7 @@ class View:
             reports=mirror.reports,
             workers=mirror.workers,
             suspicions=mirror.suspicions,
+            asked=mirror.asked,
             healthy=mirror.healthy,
             trusted_from=trusted_from,
             stopping=mirror.stop is not None,

@@ -22,10 +22,13 @@ class Keys:
     STOP = "stop"
     RESTART = "restart"
     MEMBERS = "members/"
+    KNOWN = "known/"
+    HOSTS = "hosts/"
     LEFT = "left/"
     REPORTS = "reports/"
     WORKERS = "workers/"
     SUSPECTS = "suspects/"
+    ASKED = "asked/"
     HEALTH = "health/"
     EPOCHS = "epochs/"
     PROGRESS = "progress/"
@@ -38,6 +41,16 @@ class Keys:
     def member(cls, member: str) -> str:
         """Key of a :class:`~.records.MemberRecord`."""
         return f"{cls.MEMBERS}{member}"
+
+    @classmethod
+    def known(cls, member: str) -> str:
+        """Key of a :class:`~.records.MemberRecord` that outlives the lease."""
+        return f"{cls.KNOWN}{member}"
+
+    @classmethod
+    def host(cls, space: str, member: str = "") -> str:
+        """Key of the :class:`~.records.MemberRecord` of a joiner whose agent runs in the process space ``space``."""
+        return f"{cls.HOSTS}{space}/{member}"
 
     @classmethod
     def left(cls, member: str) -> str:
@@ -70,9 +83,14 @@ class Keys:
         return f"{cls.WORKERS}{member}"
 
     @classmethod
-    def suspect(cls, accused: str, by: str) -> str:
+    def suspect(cls, by: str) -> str:
         """Key of a :class:`~.records.SuspicionRecord`."""
-        return f"{cls.SUSPECTS}{accused}/{by}"
+        return f"{cls.SUSPECTS}{by}"
+
+    @classmethod
+    def asked(cls, member: str) -> str:
+        """Key of a :class:`~.records.HealthRequest`."""
+        return f"{cls.ASKED}{member}"
 
     @classmethod
     def health(cls, member: str) -> str:

@@ -1,8 +1,9 @@
-"""A local copy of a job's keys, kept current by a watch."""
+"""A local copy of a job's keys, or of some of them, kept current by a watch."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import TypeVar, cast
 
 from pydantic import BaseModel, Field, ValidationError
@@ -15,6 +16,7 @@ from ...topology.plan import Plan
 from .keys import Keys
 from .records import (
     HealthReply,
+    HealthRequest,
     JobRecord,
     LayoutRecord,
     LeaderRecord,
@@ -45,7 +47,10 @@ class _Version(BaseModel):
 
 
 class Mirror:
-    """All keys of a job. Not thread-safe: one thread applies and reads.
+    """The keys of a job: all, or those that were asked for. Not thread-safe: one thread applies and reads.
+
+    Each record is read once. What is returned does not change any more, and is the same object until one of the records
+    in it changes.
 
     A record that cannot be read (a newer version's, somebody's mistake) or is not genuine is told in the log and counts
     for nothing: what its key held before, if that is known, stays in force. Without the plan nothing can be done: one
@@ -54,14 +59,15 @@ class Mirror:
     has been written again by somebody else, and is treated as one that is not genuine.
 
     Args:
-        before: an older mirror of the same keys, for what it knows of the newest plan and of members that are gone.
+        before: an older mirror of the same job, for what it knows of the newest plan.
     """
 
     def __init__(self, snapshot: Snapshot, before: Mirror | None = None) -> None:
         self._entries: dict[str, KeyValue] = dict(snapshot.entries)
-        self._gone: dict[str, MemberRecord] = dict(before.known) if before is not None else {}
         self._records_read: dict[str, tuple[int, Record | None]] = {}  # by key: revision, and what counts
-        self._lists: dict[str, tuple[Record, ...]] = {}  # by prefix: what counts, until one of its keys changes
+        self._tables: dict[str, Mapping[str, Record]] = {}  # by prefix: what counts, by the rest of its key
+        self._changed: dict[str, dict[str, None]] = {}  # by prefix: keys that its table does not have as they are
+        self._all_known: tuple[Mapping[str, MemberRecord], ...] = ()  # those known, living, and both
         self._plan: tuple[int, Plan] | None = None if before is None or before._plan is None else (0, before._plan[1])
         self._plan_forged = False
         self._nonces: dict[int, str] = {}
@@ -72,23 +78,14 @@ class Mirror:
     def apply(self, event: WatchEvent) -> None:
         """Take one change over."""
         self.changes += 1
-        self._lists.pop(event.key[: event.key.find("/") + 1], None)
+        self._changed.setdefault(event.key[: event.key.find("/") + 1], {})[event.key] = None
         if event.kind == "put":
             self._entries[event.key] = event.kv
         else:
-            self._remember(event.key)
             self._entries.pop(event.key, None)
             self._records_read.pop(event.key, None)
         if event.key == Keys.PLAN:
             self._note_plan()
-
-    def _remember(self, key: str) -> None:
-        """What is known of a member outlives its lease, until its other keys are removed, too."""
-        record = self.get(key, MemberRecord) if key.startswith(Keys.MEMBERS) else None
-        if record is not None:
-            self._gone[record.id] = record
-        elif key.startswith((Keys.REPORTS, Keys.LEFT)):
-            self._gone.pop(key.rpartition("/")[2], None)
 
     def _note_plan(self) -> None:
         plan = self.plan
@@ -163,49 +160,62 @@ class Mirror:
         return 0 if entry is None or entry.genuine else entry.mod_revision
 
     @property
-    def members(self) -> dict[str, MemberRecord]:
+    def members(self) -> Mapping[str, MemberRecord]:
         """Living members by id."""
-        return {record.id: record for record in self._records(Keys.MEMBERS, MemberRecord)}
+        return self._table(Keys.MEMBERS, MemberRecord)
 
     @property
-    def known(self) -> dict[str, MemberRecord]:
-        """Members by id, living or gone, as they were last; of those that were gone before this mirror, none."""
-        return {**self._gone, **self.members}
+    def known(self) -> Mapping[str, MemberRecord]:
+        """Members by id, living or gone, until the job forgets them."""
+        parts = self._table(Keys.KNOWN, MemberRecord), self.members
+        if self._all_known[:2] != parts:
+            self._all_known = (*parts, {**parts[0], **parts[1]})
+        return self._all_known[2]
 
     @property
-    def left(self) -> dict[str, LeftRecord]:
+    def on_host(self) -> Mapping[str, MemberRecord]:
+        """Joiners that share a process space with others, by the rest of their keys."""
+        return self._table(Keys.HOSTS, MemberRecord)
+
+    @property
+    def left(self) -> Mapping[str, LeftRecord]:
         """Departures by member id."""
-        return {record.id: record for record in self._records(Keys.LEFT, LeftRecord)}
+        return self._table(Keys.LEFT, LeftRecord)
 
     @property
-    def notices(self) -> dict[str, NoticeRecord]:
+    def notices(self) -> Mapping[str, NoticeRecord]:
         """Notices by member id, also of members that are gone."""
-        return {record.id: record for record in self._records(Keys.NOTICES, NoticeRecord)}
+        return self._table(Keys.NOTICES, NoticeRecord)
 
     @property
-    def reports(self) -> dict[str, LayoutRecord]:
+    def reports(self) -> Mapping[str, LayoutRecord]:
         """Layout reports by member id."""
-        return {record.id: record for record in self._records(Keys.REPORTS, LayoutRecord)}
+        return self._table(Keys.REPORTS, LayoutRecord)
 
     @property
-    def workers(self) -> dict[str, WorkerState]:
+    def workers(self) -> Mapping[str, WorkerState]:
         """What the workers have last said of themselves, by member id."""
-        return {record.id: record for record in self._records(Keys.WORKERS, WorkerState)}
+        return self._table(Keys.WORKERS, WorkerState)
 
     @property
-    def suspicions(self) -> list[SuspicionRecord]:
-        """All accusations, also of epochs that are over."""
-        return list(self._records(Keys.SUSPECTS, SuspicionRecord))
+    def suspicions(self) -> Mapping[str, SuspicionRecord]:
+        """Newest accusations by the id of the member that accuses, also of epochs that are over."""
+        return self._table(Keys.SUSPECTS, SuspicionRecord)
 
     @property
-    def healthy(self) -> dict[str, int]:
-        """Epoch of the newest health reply by member id."""
-        return {record.id: record.epoch for record in self._records(Keys.HEALTH, HealthReply)}
+    def asked(self) -> Mapping[str, HealthRequest]:
+        """Members whose agents were asked, by id, with the newest question."""
+        return self._table(Keys.ASKED, HealthRequest)
 
     @property
-    def progress(self) -> dict[str, ProgressRecord]:
+    def healthy(self) -> Mapping[str, HealthReply]:
+        """The newest health reply by member id."""
+        return self._table(Keys.HEALTH, HealthReply)
+
+    @property
+    def progress(self) -> Mapping[str, ProgressRecord]:
         """Newest progress by member id."""
-        return {record.id: record for record in self._records(Keys.PROGRESS, ProgressRecord)}
+        return self._table(Keys.PROGRESS, ProgressRecord)
 
     def get(self, key: str, kind: type[R]) -> R | None:
         """The record at ``key``, if there is one that can be read."""
@@ -224,12 +234,21 @@ class Mirror:
             self._records_read[key] = entry.mod_revision, record
         return record if isinstance(record, kind) else None
 
-    def _records(self, prefix: str, kind: type[R]) -> tuple[R, ...]:
+    def _table(self, prefix: str, kind: type[R]) -> Mapping[str, R]:
         """What counts of the keys under ``prefix``, one of :class:`Keys`, all of which are of ``kind``."""
-        if prefix not in self._lists:
-            found = (self.get(key, kind) for key in self._entries if key.startswith(prefix))
-            self._lists[prefix] = tuple(record for record in found if record is not None)
-        return cast("tuple[R, ...]", self._lists[prefix])
+        before = self._tables.get(prefix)
+        changed = self._changed.pop(prefix, None)
+        if before is None or changed:
+            keys = [key for key in self._entries if key.startswith(prefix)] if before is None else changed or ()
+            table = dict(before or {})
+            for key in keys:
+                name, record = key.removeprefix(prefix), self.get(key, kind)
+                if record is None:
+                    table.pop(name, None)
+                else:
+                    table[name] = record
+            self._tables[prefix] = table
+        return cast("Mapping[str, R]", self._tables[prefix])
 
 
 def read_plan(entry: KeyValue) -> Plan:

@@ -88,6 +88,9 @@ class JobRecord(Record):
 class MemberRecord(Record):
     """``members/<id>``, under the agent's lease: a slot that lives.
 
+    As it was first it stands at ``known/<id>``, too, which outlives the lease; and that of a joiner at
+    ``hosts/<process space>/<id>``, under the lease, for the other agents of its host.
+
     Attributes:
         pid: process id of the worker, on ``host``.
         agent_pid: process id of the agent, on ``host``.
@@ -286,22 +289,32 @@ class WorkerState(WorkerRecord):
 
 
 class SuspicionRecord(WorkerRecord):
-    """``suspects/<accused>/<by>``: an operation of ``epoch`` towards ``accused`` failed."""
+    """``suspects/<by>``: operations of ``epoch`` towards members failed.
+
+    Attributes:
+        accused: these members, with the reasons.
+    """
 
     type: Literal["suspect"] = "suspect"
-    accused: str
     by: str
     epoch: int
-    reason: str
+    accused: dict[str, str]
 
     @property
     def key(self) -> str:
         """Where it is stored."""
-        return Keys.suspect(self.accused, self.by)
+        return Keys.suspect(self.by)
+
+
+class HealthRequest(Record):
+    """``asked/<id>``: the leader asks the agent of a member that is accused in ``epoch`` whether its worker lives."""
+
+    id: str
+    epoch: int
 
 
 class HealthReply(Record):
-    """``health/<id>``: an agent's answer to an accusation of ``epoch``: its worker has had a heartbeat since."""
+    """``health/<id>``: an agent's answer for ``epoch``: its worker has had a heartbeat since it was asked."""
 
     id: str
     epoch: int
