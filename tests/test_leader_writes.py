@@ -63,13 +63,14 @@ class LossyStore:
         value: str,
         lease: Lease | None = None,
         given: Mapping[str, int] | None = None,
+        also: Mapping[str, str] | None = None,
     ) -> bool:
         while self._late:
             assert self._late.pop()()
         fate = self.script.pop(0) if key == Keys.PLAN and self.script else "answered"
 
         def write() -> bool:
-            return self._store.compare_and_swap(key, mod_revision, value, lease, given)
+            return self._store.compare_and_swap(key, mod_revision, value, lease, given, also)
 
         if fate == "answered":
             return write()

@@ -112,6 +112,12 @@ class Store:
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
+    def put_all(self, values: Mapping[str, str], erase: Iterable[str] = ()) -> None:
+        """Set all ``values`` by key, and delete the keys of ``erase``, in one write."""
+        puts = [rpc.RequestOp(request_put=self._put_request(key, value, None)) for key, value in values.items()]
+        request = rpc.TxnRequest(success=[*puts, *map(self._erase, erase)])
+        self._connection.call(lambda link: link.kv.Txn, request)
+
     def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
         """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
         return self.compare_and_swap(key, 0, value, lease)
@@ -123,18 +129,22 @@ class Store:
         value: str,
         lease: Lease | None = None,
         given: Mapping[str, int] | None = None,
+        also: Mapping[str, str] | None = None,
     ) -> bool:
         """Set ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
 
-        With ``given`` only if those other keys have these ``mod_revision``s (0: are absent), too.
+        With ``given`` only if those other keys have these ``mod_revision``s (0: are absent), too. With ``also`` other
+        keys are set in the same write, before it.
 
         True if this call wrote. If the connection broke before the answer came, the write is repeated
         under the same condition, and finding exactly ``value`` and ``lease`` in place then counts as
         own success. False therefore means that another process wrote since: read again. Raises
         :class:`LeaseExpired` if ``lease`` is gone.
         """
-        write = rpc.RequestOp(request_put=self._put_request(key, value, lease))
-        answer = self._transaction(key, mod_revision, write, given)
+        puts = [self._put_request(other, text, None) for other, text in (also or {}).items()]
+        puts.append(self._put_request(key, value, lease))
+        writes = [rpc.RequestOp(request_put=put) for put in puts]
+        answer = self._transaction(key, mod_revision, writes, given)
         if answer.message.succeeded:
             return True
         # An attempt whose answer was lost may have written already, and so have failed its own repetition.
@@ -153,17 +163,14 @@ class Store:
 
     def compare_and_delete(self, key: str, mod_revision: int) -> bool:
         """Delete ``key`` only if its ``mod_revision`` still is the given one; True if this call has deleted it."""
-        erase = rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
-        answer = self._transaction(key, mod_revision, erase)
+        answer = self._transaction(key, mod_revision, [self._erase(key)])
         if answer.message.succeeded:
             return True
         return answer.ambiguous and not answer.message.responses[0].response_range.kvs
 
     def delete_keys(self, keys: Iterable[str]) -> None:
         """Delete these keys, as many in one transaction as etcd takes."""
-        erase = [
-            rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key))) for key in keys
-        ]
+        erase = [self._erase(key) for key in keys]
         for first in range(0, len(erase), _TXN_OPERATIONS):
             request = rpc.TxnRequest(success=erase[first : first + _TXN_OPERATIONS])
             self._connection.call(lambda link: link.kv.Txn, request)
@@ -241,10 +248,13 @@ class Store:
         data = self._keys.value(key, value)
         return rpc.PutRequest(key=self._keys.absolute(key), value=data, lease=lease.id if lease else 0)
 
+    def _erase(self, key: str) -> Any:
+        return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
+
     def _transaction(
-        self, key: str, mod_revision: int, operation: Any, given: Mapping[str, int] | None = None
+        self, key: str, mod_revision: int, operations: Sequence[Any], given: Mapping[str, int] | None = None
     ) -> EtcdAnswer:
-        """Carry out ``operation`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
+        """Carry out ``operations`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
         name = self._keys.absolute(key)
         equal, mod = rpc.Compare.EQUAL, rpc.Compare.MOD
         compare = [
@@ -252,7 +262,7 @@ class Store:
             for each, revision in {**(given or {}), key: mod_revision}.items()
         ]
         read = rpc.RequestOp(request_range=rpc.RangeRequest(key=name))
-        request = rpc.TxnRequest(compare=compare, success=[operation], failure=[read])
+        request = rpc.TxnRequest(compare=compare, success=operations, failure=[read])
         return self._connection.call(lambda link: link.kv.Txn, request)
 
     def _forget(self, watch: Watch) -> None:

@@ -136,6 +136,15 @@ class SimStore:
     def put(self, key: str, value: str, lease: SimLease | None = None) -> int:
         return self.request(lambda: self.etcd.put(key, value, lease.id if lease else None, self.by))  # type: ignore[no-any-return]
 
+    def put_all(self, values: Mapping[str, str], erase: Iterable[str] = ()) -> None:
+        def write() -> None:
+            for key, value in values.items():
+                self.etcd.put(key, value, None, self.by)
+            for key in erase:
+                self.etcd.delete(key)
+
+        self.request(write)
+
     def create(
         self, key: str, value: str, lease: SimLease | None = None, given: Mapping[str, int] | None = None
     ) -> bool:
@@ -148,6 +157,7 @@ class SimStore:
         value: str,
         lease: SimLease | None = None,
         given: Mapping[str, int] | None = None,
+        also: Mapping[str, str] | None = None,
     ) -> bool:
         expected = {key: mod_revision, **({} if "stop" in self.world.off else given or {})}
         if "swap" in self.world.off and key == Keys.PLAN:
@@ -156,6 +166,8 @@ class SimStore:
         def swap() -> bool:
             if any(self.etcd.mod(each) != revision for each, revision in expected.items()):
                 return False
+            for other, text in (also or {}).items():
+                self.etcd.put(other, text, None, self.by)
             self.etcd.put(key, value, lease.id if lease else None, self.by)
             return True
 

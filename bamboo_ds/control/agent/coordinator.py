@@ -417,16 +417,17 @@ class Coordinator:
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
+        own = Keys.member(self._id)
         if stop is not None:
-            self._pending[Keys.STOP] = stop
-        self._pending.pop(Keys.member(self._id), None)  # it goes with the lease
-        for key, record in self._pending.items():
-            self._put(key, record)
-        self._pending.clear()
+            self._put(Keys.STOP, stop)
         if departure is not None and self.superseded:
             departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
+        records: dict[str, Record] = {key: record for key, record in self._pending.items() if key != own}
         if departure is not None:
-            self._store.put(Keys.left(departure.id), departure.to_json())
+            records[Keys.left(departure.id)] = departure
+        # In one write: a loss waits for each.
+        self._store.put_all({key: record.to_json() for key, record in records.items()}, [own])
+        self._pending.clear()
         if self._keeper.lease is not None:
             self._keeper.lease.revoke()
         me = self._membership.record

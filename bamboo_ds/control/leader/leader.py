@@ -258,18 +258,19 @@ class Leader:
             # Before this no engine has been there that could commit.
             settings = self._settings.settings if mirror.job is None else mirror.job.settings
             new_plan = replace(new_plan, fence_s=settings.values.fence_s)
+        times = {}
         if action.losses:
-            # Before the plan, so that whoever knows the plan knows its times.
+            # With the plan, so that whoever knows the plan knows its times.
             first = min(loss.noticed for loss in action.losses)
             detections = [loss.detection_s for loss in action.losses if loss.detection_s is not None]
             taken = self._clock() - first
             timing = TimingRecord(epoch=new_plan.epoch, detection_s=max(detections, default=None), plan_s=taken)
-            self._store.put(Keys.timing(new_plan.epoch), timing.to_json())
+            times[Keys.timing(new_plan.epoch)] = timing.to_json()
         # Several may be under way if answers are lost; etcd takes one of them at most.
         self._attempts.append(
             _Attempt(replace(action, plan=new_plan), mirror.plan, mirror.known, mirror.members, mirror.progress)
         )
-        if self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), new_plan.to_json()):
+        if self._store.compare_and_swap(Keys.PLAN, mirror.revision(Keys.PLAN), new_plan.to_json(), also=times):
             self._won(self._attempts[-1])
         elif len(self._attempts) == 1:
             logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
