@@ -162,7 +162,7 @@ def test_the_predicted_effect_of_a_loss_is_the_planners(sharded: bool, slices: i
     owners = tuple(f"m{rank % 7}-a" for rank in range(12))
     shadows = tuple(f"m{(rank + 1) % 7}-a" if rank % 3 else None for rank in range(12))
     members = tuple(f"m{slot}-a" for slot in range(7))
-    plan = Plan(1, owners, members, members[0], layout, shadows)
+    plan = Plan(1, owners, members, layout, shadows)
     duties = Grid.of_plan(plan).duties
     for member in members:
         after = takeover(plan, [member])
