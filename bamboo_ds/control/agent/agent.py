@@ -338,10 +338,11 @@ class Agent:
     def _plan_progress(self) -> None:
         """Have etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
         now, told = self._progress, self._written
-        if now is None or self._progress_due is not None:
+        if now is None:
             return
-        news = (now.checkpoint, now.doing) != (told.checkpoint, told.doing)
-        if news or (self._speaks and now.step != told.step):
+        if now.checkpoint != told.checkpoint:
+            self._progress_due = time.monotonic()  # a fatal loss may come next
+        elif self._progress_due is None and (now.doing != told.doing or (self._speaks and now.step != told.step)):
             self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
 
     def _write_progress(self) -> None:
