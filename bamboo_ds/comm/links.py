@@ -21,7 +21,6 @@ from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
 from .standing import ASK_AFTER_S, Stand, Standings
-from .trees import Tree
 from .wire import PeerMessage
 
 #: What a member tells those who might wait for it as it enters the epoch.
@@ -29,6 +28,27 @@ _ENTERED = b"entered"
 
 #: Takes messages of certain keys as they arrive, on whichever thread has read them.
 Service = Callable[[PeerMessage], None]
+
+
+#: Children of a member.
+FAN_OUT = 4
+
+
+class Tree:
+    """The place of ``member`` among ``members``, whose first one is the root.
+
+    Args:
+        fan_out: children of a member at most; default :data:`FAN_OUT`.
+
+    Attributes:
+        parent: ``None`` of the root.
+        children: in the order of ``members``.
+    """
+
+    def __init__(self, members: Sequence[str], member: str, fan_out: int | None = None) -> None:
+        width, own = FAN_OUT if fan_out is None else max(1, fan_out), members.index(member)
+        self.parent = None if own == 0 else members[(own - 1) // width]
+        self.children = tuple(members[own * width + 1 : own * width + 1 + width])
 
 
 class Ticket(NamedTuple):
