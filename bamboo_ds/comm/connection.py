@@ -85,7 +85,8 @@ class Connection:
         with self._sending:
             self.sent += 1
             number = self.sent
-            self._queue.append(_Outgoing(epoch, frame))
+            if not self.ended:
+                self._queue.append(_Outgoing(epoch, frame))
             if self.open and not self._blocked:
                 self._write()
         return number

@@ -124,8 +124,11 @@ class Hub:
     def drop(self, members: Iterable[str]) -> None:
         """End the connections to members that have no part in the job any more."""
         for member in members:
-            for connection in list(self._connections.get(member, ())):
+            for connection in tuple(self._connections.get(member, ())):
                 self._end(connection, None)
+            with self.changed:
+                self._connections.pop(member, None)
+                self._left.pop(member, None)
 
     # -- connections -------------------------------------------------------------------------------------
     def known(self, member: str) -> Connection | None:
@@ -250,7 +253,7 @@ class Hub:
                 self._loop.forget(connection.socket)
         connection.end()
         with self.changed:
-            self._connections[connection.member].remove(connection)
+            self._connections.get(connection.member, [connection]).remove(connection)
             receiver = self._receiver
             self.changed.notify_all()
         if reason is not None and receiver is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import secrets
 from typing import TYPE_CHECKING
@@ -30,6 +31,14 @@ def start(parts: Parts, exact: int) -> None:
         ConfigError: members compute with different settings.
         ProtocolError: the plan is for another logical world.
     """
+    _take_part(parts, exact)
+    # What is imported and built stays. Python would look through all of that every few seconds, which takes longer than
+    # a recovery.
+    gc.collect()
+    gc.freeze()
+
+
+def _take_part(parts: Parts, exact: int) -> None:
     job, role = parts.job, parts.binding.local.role
     logs.set_context(role=str(role))
     if job.channel.joiner:
