@@ -328,8 +328,7 @@ def test_stages_that_learn_at_other_rates() -> None:
 
 def test_a_copy_from_before_the_scheduler_was_replaced() -> None:
     fetch: Any = SimpleNamespace()
-    source: Any = ("key", None)
-    construction = Construction(Role(0, 1), source, fetch)
+    construction = Construction(Role(0, 1), ("owner", "key"), fetch)
     mine, _ = runtimes()
     old = mine.pristine = Pristine(Asking(None, None), None)
     assert construction.scheduled_by(mine.pristine) is old

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.control.registry.records import PeerAddress
 from bamboo_ds.engine.context.operation import Outcome
 from bamboo_ds.engine.context.records import Progress, Recovery
 from bamboo_ds.engine.recovery.copies import Copies
@@ -202,7 +201,6 @@ def report(**changes: Any) -> MemberReport:
         "repeatable": True,
         "stale": False,
         "replicas": (1,),
-        "place": PeerAddress(url="http://127.0.0.1:1", token="t"),
         "joining": False,
         "history": 3,
         "steps": 3,
@@ -247,8 +245,8 @@ def test_a_decision_from_reports() -> None:
     entered["b"] = entered["b"].model_copy(update={"repeatable": False})
     again = decision_of({**entered, "c": joiner}, plan, 4, ())
     assert again.mode == "resume" and all(each.reduced for each in again.progress.values())
-    newest, places = newest_of({**entered, "c": joiner, "d": report(history=2)})
-    assert newest.history == 3 and len(places) == 2
+    newest, informed = newest_of({**entered, "c": joiner, "d": report(history=2)})
+    assert newest.history == 3 and informed == ["a", "b"]
 
 
 @pytest.mark.parametrize(
@@ -274,7 +272,7 @@ def test_a_replica_that_is_given_up_is_free_at_once() -> None:
     """What is to be done with it refers to it, and gradients on a device must not wait for a collection."""
     cancelled: list[bool] = []
     fetch: Any = SimpleNamespace(cancel=lambda: cancelled.append(True))
-    construction = Construction(Role(0, 1), ("key", PeerAddress(url="u", token="t")), fetch)
+    construction = Construction(Role(0, 1), ("a", "key"), fetch)
     construction.kept.append(Kept(3, lambda runtime, made=construction: None))  # type: ignore[misc]
     context: Any = SimpleNamespace(
         epoch=SimpleNamespace(channel=SimpleNamespace(activity=SimpleNamespace(telling={}))),

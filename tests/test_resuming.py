@@ -193,23 +193,25 @@ def test_a_joiner_asks_on_where_members_refuse_at_once(monkeypatch: pytest.Monke
     """Such as in a short break of the network."""
     clock, asked = [0.0], [0]
 
-    def fetch(url: str, key: str, **_: Any) -> tuple[str, list[Any]]:
+    def result() -> tuple[str, list[Any]]:
         asked[0] += 1
         if asked[0] <= refusals:
             raise TransferError("refused")
         return "told", []
 
+    def fetch(*_: Any) -> Any:
+        return SimpleNamespace(result=result)
+
     def sleep(seconds: float) -> None:
         clock[0] += seconds
 
-    monkeypatch.setattr(replay, "fetch", fetch)
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=lambda: clock[0], sleep=sleep))
-    context: Any = SimpleNamespace(job=SimpleNamespace(channel=SimpleNamespace(secret=None)))
+    context: Any = SimpleNamespace(job=SimpleNamespace(session=SimpleNamespace(fetch=fetch)))
     nothing: Any = None
-    joiner, peer = Replay(context, nothing, nothing, nothing), SimpleNamespace(url="u", token="t")
+    joiner, peer = Replay(context, nothing, nothing, nothing), ("a", "host 1 token")
     if refusals < 10:
-        assert joiner._told("key", [peer]) == "told" and asked == [6]  # type: ignore[list-item]
+        assert joiner._told("key", [peer]) == "told" and asked == [6]
     else:
         with pytest.raises(ProtocolError, match=r"no worker of the job tells what it has done: refused$"):
-            joiner._told("key", [peer])  # type: ignore[list-item]
+            joiner._told("key", [peer])
         assert 10.0 <= clock[0] < 15.0 and asked[0] > 20

@@ -13,7 +13,7 @@ import pytest
 from bamboo_ds.comm.places import Place
 from bamboo_ds.control.registry.access import open_store
 from bamboo_ds.control.registry.keys import Keys, namespace
-from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord, WorkerState
+from bamboo_ds.control.registry.records import MemberRecord, ProgressRecord, RestartRecord
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.secret import JobSecret
 from bamboo_ds.store.embedded import EmbeddedEtcd
@@ -54,7 +54,6 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
     """What somebody knows of a job who has seen everything that is in etcd, up to what strangers have put there."""
     entries = {key: kv for key, kv in snapshot.entries.items() if kv.sealed}
     members = [MemberRecord.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.MEMBERS)]
-    standings = [WorkerState.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.WORKERS)]
     plan = job.plan()
     false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), homes=(0,))
     restart = RestartRecord(generation=9, after_epoch=plan["epoch"], ranks={0: (0, 1, 2, 3)}, checkpoint=EVIL)
@@ -70,7 +69,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
         "members": [member.id for member in members],
         "epoch": plan["epoch"],
         "tokens": {member.id: Place.parse(member.place).token for member in members},
-        "servers": [(each.place.url, each.place.token) for each in standings if each.place is not None],
+        "servers": [(*member.place.split(" "), member.id) for member in members],
         "key": History.key(0),
         "etcd": [etcd],
         "records": {f"{namespace(job.name)}{key}": value for key, value in records.items()},

@@ -26,7 +26,6 @@ from bamboo_ds.engine.iteration import exactness, reduction
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.joining import replay
-from bamboo_ds.engine.recovery import copies
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.stage import ring
@@ -38,7 +37,6 @@ from bamboo_ds.worker import plan_changes
 
 from .support.simulated_engine import RUNS, Cut, Member, Spec, World, finite, same, state_of
 from .support.simulated_network import SimulatedTransport
-from .support.simulated_worker import Fetching
 
 pytestmark = pytest.mark.claim(
     "README.md",
@@ -73,8 +71,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     torch.set_num_threads(1)
     for each in (records, exactness):
         monkeypatch.setattr(each, "Transport", SimulatedTransport)
-    monkeypatch.setattr(copies, "begin_fetch", Fetching)
-    monkeypatch.setattr(replay, "fetch", lambda url, key, *, secret, **_: secret.fetch(url, key))
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, ring):

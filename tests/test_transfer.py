@@ -1,16 +1,10 @@
-"""Snapshots over real sockets: bits survive, keys come and go, the rate is kept."""
+"""Copies of state over real sockets: bits survive, keys come and go, the rate is kept."""
 
 from __future__ import annotations
 
 import contextlib
-import http.client
-import logging
-import socket
-import subprocess
-import sys
-import warnings
+import time
 import weakref
-from urllib.parse import parse_qs, urlsplit
 
 import numpy
 import pytest
@@ -18,32 +12,28 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bamboo_ds.comm import wire
+from bamboo_ds.comm.bulk import offers as offering
+from bamboo_ds.comm.bulk.offers import Offer, Offers, TokenBucket
 from bamboo_ds.errors import TransferError, UnsupportedError
 from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.state import join, split
-from bamboo_ds.state.fetch import Fetch, fetch
-from bamboo_ds.state.server import StateServer, TokenBucket
-from bamboo_ds.state.transfer import Pass, pieces
 
-from .support.transfer import CHUNK, TOKEN, Proxy, get, nothing_left, same, server, state, wait_for
+from .support.hubs import Hubs
+from .support.transfer import PROOF, Proxy, fetch, get, hubs, nothing_left, offers, same, state, wait_for
 
 pytestmark = pytest.mark.claim("guides/elastic.md", "guides/security.md", "reference/settings.md")
 
-__all__ = ["nothing_left", "server"]  # fixtures
+__all__ = ["hubs", "nothing_left", "offers"]  # fixtures
 
 
 # -- bits survive --------------------------------------------------------------------------------------
 
 
-def test_every_dtype_and_form(server: StateServer) -> None:
-    dtypes = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        filled = [
-            torch.randint(0, 2, (12 * d.itemsize,), dtype=torch.uint8).view(d).reshape(3, 4)
-            for d in sorted(dtypes, key=str)
-            if not str(d).startswith(("torch.q", "torch.quint"))
-        ]
+def test_every_dtype_and_form(hubs: Hubs, offers: Offers) -> None:
+    filled = [
+        torch.randint(0, 2, (12 * d.itemsize,), dtype=torch.uint8).view(d).reshape(3, 4) for d in wire.DTYPES.values()
+    ]
     assert {torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64} <= {t.dtype for t in filled}
     forms = [
         torch.tensor(7),
@@ -58,242 +48,182 @@ def test_every_dtype_and_form(server: StateServer) -> None:
         torch.nn.Parameter(torch.randn(300, 300)),
     ]
     text = '{"ä": "☃"}\n'
-    server.offer("k", text, filled + forms)
-    got_text, got = get(server.url)
+    offers.offer("k", text, filled + forms)
+    got_text, got = get(hubs)
     assert got_text == text
     assert same(got, [t.detach().resolve_conj() for t in filled + forms])
     assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in got)
 
 
-def test_a_tree_and_a_text(server: StateServer) -> None:
-    tree = {"optimizer": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(70_000)}}, "lr": 0.1}
-    server.offer("0,1/step 7?&=%2F+ü", *split(tree))
-    again = join(*get(server.url, "0,1/step 7?&=%2F+ü"))
+def test_a_tree_and_a_text(hubs: Hubs, offers: Offers) -> None:
+    tree = {"optimizer": {0: {"step": torch.tensor(3.0), "exp_avg": torch.randn(700_000)}}, "lr": 0.1}
+    offers.offer("0,1/step 7?&=%2F+ü", *split(tree))
+    again = join(*get(hubs, "0,1/step 7?&=%2F+ü"))
     assert torch.equal(again["optimizer"][0]["exp_avg"], tree["optimizer"][0]["exp_avg"])  # type: ignore[index]
-    server.offer("status", "{}", ())
-    assert get(server.url, "status") == ("{}", [])
-    server.offer("status", "[1]", ())
-    assert get(server.url, "status") == ("[1]", [])
+    for text in ("{}", "", "x" * 3_000_000):
+        offers.offer("status", text, ())
+        assert get(hubs, "status") == (text, [])
 
 
-def test_answers_are_made_when_asked_for() -> None:
-    known = ["a"]
-    answers = {"history/": lambda key: ",".join(known[int(key.removeprefix("history/")) :])}
-    with contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN, answers=answers)) as server:
-        assert get(server.url, "history/0") == ("a", [])
-        known.append("b")
-        assert get(server.url, "history/0") == ("a,b", [])
-        assert get(server.url, "history/1") == ("b", [])
-        server.offer("history/1", "an offer goes first", ())
-        assert get(server.url, "history/1") == ("an offer goes first", [])
+def test_answers_are_made_when_asked_for(hubs: Hubs, offers: Offers) -> None:
+    known, early = ["a"], fetch(hubs, "history/0")
+    get_text = {"history/": lambda key: ",".join(known[int(key.removeprefix("history/")) :])}
+    offers.offer("other", "", ())
+    assert get(hubs, "other") == ("", []) and not early.done()
+    offers.begin(1e-6, get_text)  # nothing else gets through
+    assert early.result(20) == get(hubs, "history/0") == ("a", [])
+    known.append("b")
+    assert get(hubs, "history/0") == ("a,b", [])
+    assert get(hubs, "history/1") == ("b", [])
+    offers.begin(None, get_text)
+    offers.offer("history/1", "an offer goes first", ())
+    assert get(hubs, "history/1") == ("an offer goes first", [])
 
 
-def test_contiguous_host_tensors_are_not_copied(server: StateServer) -> None:
+def test_contiguous_host_tensors_are_not_copied(hubs: Hubs, offers: Offers) -> None:
     tensor = torch.zeros(10)
-    server.offer("k", "", [tensor, tensor.view(2, 5).t()])
+    offers.offer("k", "", [tensor, tensor.view(2, 5).t()])
     tensor.fill_(1)
-    shared, copied = get(server.url)[1]
+    shared, copied = get(hubs)[1]
     assert shared.tolist() == [1.0] * 10
     assert copied.tolist() == [[0.0] * 2] * 5
 
 
-def test_tensors_that_cannot_be_sent(server: StateServer) -> None:
+def test_tensors_that_cannot_be_sent(offers: Offers) -> None:
     for tensor in (torch.eye(3).to_sparse(), torch.empty(3, device="meta")):
         with pytest.raises(UnsupportedError, match="tensor 1 of a snapshot"):
-            server.offer("k", "", [torch.zeros(1), tensor])
+            offers.offer("k", "", [torch.zeros(1), tensor])
 
 
-def test_several_receivers_at_once(server: StateServer) -> None:
-    tensors = state()
-    server.offer("k", "t", tensors)
-    fetches = [Fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(4)]
-    assert all(same(one.result(20)[1], tensors) for one in fetches)
-    assert all(one.done() and one.share == 1.0 for one in fetches)
+def test_several_receivers_at_once(hubs: Hubs, offers: Offers) -> None:
+    """One that takes nothing holds nobody up, nor what members say to each other."""
+    tensors = state(16)
+    offers.offer("k", "t", tensors)
+    with Proxy(hubs["b"].place, "hold", at=1 << 20) as proxy:
+        slow = fetch(hubs, place=proxy.place)
+        wait_for(lambda: proxy.strikes == 1)
+        fetches = [fetch(hubs) for _ in range(4)]
+        assert all(same(one.result(20)[1], tensors) for one in fetches)
+        assert all(one.done() and one.share == 1.0 for one in fetches)
+        assert not slow.done() and slow.share < 1
+        said = hubs["a"].reach("b", hubs["b"].place)
+        said.send(1, wire.control(wire.FLUSH, 7, 1))
+        wait_for(lambda: said.confirmed == 7)
+        proxy.release.set()
+        assert same(slow.result(20)[1], tensors)
 
 
-@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 9))
-def test_pieces_are_all_bytes_in_order(sizes: list[int], piece_bytes: int) -> None:
-    whole = bytes(i % 251 for i in range(sum(sizes)))
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+@given(st.lists(st.integers(0, 20), max_size=12), st.integers(1, 9), st.integers(0, 5))
+def test_pieces_are_all_bytes_in_order(sizes: list[int], piece_bytes: int, text: int) -> None:
+    tensors = [torch.arange(size, dtype=torch.uint8) + place for place, size in enumerate(sizes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("bamboo_ds.state.transfer.PIECE_BYTES", piece_bytes)
-        found = list(pieces(memoryview(whole)[e - s : e] for s, e in zip(sizes, ends, strict=True)))
-    assert b"".join(found) == whole
-    assert all(0 < len(piece) <= piece_bytes for piece in found)
+        patch.setattr(offering, "PIECE", piece_bytes)
+        offer = Offer(1, "x" * text, tensors, paced=True)
+        head, *pieces = [offer.piece(number) for number in range(offer.count)]
+        assert [len(piece) for piece in pieces] == [offer.size(number) for number in range(1, offer.count)]
+    assert torch.cat([torch.full((text,), ord("x"), dtype=torch.uint8), *tensors]).tolist() == [
+        byte for piece in pieces for byte in piece.tolist()
+    ]
+    assert all(0 < len(piece) <= piece_bytes for piece in pieces)
+    assert [each.shape for each in wire.described(wire.view(head))] == [(text,), *((size,) for size in sizes)]
 
 
 # -- who asks early, late, or without right ------------------------------------------------------------
 
 
-def test_asking_before_the_offer(server: StateServer) -> None:
-    with Proxy(server.url) as proxy:
-        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
-        wait_for(lambda: proxy.asked > 0)
-        server.offer("other", "", ())
-        assert not one.done()
-        server.offer("k", "late", [])
-        assert one.result(20) == ("late", [])
+def test_asking_before_the_offer(hubs: Hubs, offers: Offers) -> None:
+    one = fetch(hubs)
+    wait_for(lambda: len(offers._requests) == 1)
+    offers.offer("other", "", ())
+    assert not one.done()
+    with pytest.raises(TimeoutError):
+        one.result(0)
+    offers.offer("k", "late", [])
+    assert one.result(20) == ("late", [])
 
 
-def test_a_key_that_nobody_offers(server: StateServer) -> None:
-    with Proxy(server.url) as proxy:
-        with pytest.raises(TransferError, match=r"'nope' from http://127.*no progress for 4 s"):
-            get(proxy.url, "nope", timeout_s=4)
-        assert proxy.asked == 2, "the server holds its answer"
+def test_a_key_that_nobody_offers(hubs: Hubs, offers: Offers) -> None:
+    with pytest.raises(TransferError, match=r"'nope' from b has failed: no progress for 0\.3 s after 0%"):
+        get(hubs, "nope", timeout_s=0.3)
+    wait_for(lambda: not offers._requests)
 
 
-def test_withdrawn(server: StateServer) -> None:
-    server.offer("k", "", [torch.zeros(1)])
-    server.withdraw("k")
-    server.withdraw("never offered")
+def test_withdrawn(hubs: Hubs, offers: Offers) -> None:
+    offers.offer("k", "", [torch.zeros(1)])
+    offers.withdraw("k")
+    offers.withdraw("never offered")
     with pytest.raises(TransferError, match="no progress"):
-        get(server.url, timeout_s=0.5)
-    server.offer("k", "again", [])
-    assert get(server.url) == ("again", [])
+        get(hubs, timeout_s=0.3)
+    offers.offer("k", "again", [])
+    assert get(hubs) == ("again", [])
 
 
-def test_withdrawn_on_its_way(server: StateServer) -> None:
-    """Also if the receiver has stopped taking anything; and the owner may change the tensors at once."""
-    memory = numpy.zeros(1 << 22, dtype=numpy.float32)
+@pytest.mark.parametrize("replaced", [False, True])
+def test_withdrawn_on_its_way(hubs: Hubs, offers: Offers, replaced: bool) -> None:
+    """The owner may change the tensors at once, and nothing of them is kept; what was sent before is what it was."""
+    offers.begin(20.0, {})
+    memory = numpy.zeros(1 << 24, dtype=numpy.float32)
     alive = weakref.ref(memory)
     tensors = [torch.from_numpy(memory)]
-    server.offer("k", "", tensors)
-    with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
-        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
+    offers.offer("k", "", tensors)
+    one = fetch(hubs)
+    wait_for(lambda: one.share > 0)
+    if replaced:
+        offers.offer("k", "second", state(1))
+    else:
+        offers.withdraw("k")
+    tensors[0].fill_(1)
+    del tensors, memory
+    assert alive() is None
+    with pytest.raises(TransferError, match=r"withdrawn after \d+%"):
+        one.result(20)
+    assert 0 < one.share < 1
+    if replaced:
+        assert same(get(hubs)[1], state(1))
+
+
+def test_withdrawn_while_the_connection_is_broken(hubs: Hubs, offers: Offers) -> None:
+    """Pieces of two offers are not put together."""
+    offers.begin(20.0, {})
+    offers.offer("k", "first", state(8))
+    with Proxy(hubs["b"].place, "hold", at=PROOF + 3 * (1 << 20)) as proxy:
+        one = fetch(hubs, place=proxy.place)
         wait_for(lambda: proxy.strikes == 1)
-        assert len(server._streams) == 1
-        server.withdraw("k")
-        tensors[0].fill_(1)
-        wait_for(lambda: not server._streams)
-        del tensors, memory
-        wait_for(lambda: alive() is None)
+        (connection,) = offers._requests
+        connection.hang_up()
+        wait_for(lambda: not offers._requests)
+        offers.offer("k", "second", state(8))
         proxy.release.set()
-        with pytest.raises(TransferError, match=r"ended early|reset"):
+        with pytest.raises(TransferError, match="withdrawn after"):
             one.result(20)
-        assert proxy.passed < 1 << 24
+        assert proxy.calls == 2
 
 
-def test_replaced_on_its_way(server: StateServer) -> None:
-    first, second = state(16), state(2)
-    server.offer("k", "first", first)
-    with Proxy(server.url, "hold", at=8 * CHUNK) as proxy:
-        one = Fetch(proxy.url, "k", token=TOKEN, timeout_s=20)
-        wait_for(lambda: proxy.strikes == 1)
-        server.offer("k", "second", second)
-        proxy.release.set()
-        with pytest.raises(TransferError, match=r"ended early|reset"):
-            one.result(20)
-    text, got = get(server.url)
-    assert text == "second"
-    assert same(got, second)
-
-
-def test_token(server: StateServer, caplog: pytest.LogCaptureFixture) -> None:
-    caplog.set_level(logging.DEBUG)
-    server.offer("k", "secret", [])
-    for wrong in ("wrong", TOKEN + "x"):
-        with pytest.raises(TransferError, match="refuses us") as caught:
-            fetch(server.url, "k", token=wrong, timeout_s=20)
-        assert wrong not in str(caught.value)
-    for impossible in ("", "a\nb", "ü"):
-        with pytest.raises(ValueError, match="printable ASCII") as refused:
-            fetch(server.url, "k", token=impossible, timeout_s=20)
-        assert not impossible or impossible not in str(refused.value)
-    address = urlsplit(server.url)
-    with socket.create_connection((str(address.hostname), address.port or 0)) as sock:
-        sock.sendall(f"GET /state HTTP/1.1\r\nAuthorization: Bearer {TOKEN}\r\nbad header {TOKEN}\r\n\r\n".encode())
-        assert b" 400 " in sock.recv(4096)
-    with Proxy(server.url, "flip", pattern=b"secret") as proxy:
-        with pytest.raises(TransferError, match="checksum of the header"):
-            get(proxy.url)
-        assert proxy.strikes == 1
-    assert TOKEN not in caplog.text
-    assert TOKEN not in repr(server)
-
-
-def test_whoever_knows_the_token_alone_gets_nothing_and_gives_nothing() -> None:
-    """Tokens are in etcd. What they open without the job's secret is nothing, and their server is nobody's owner."""
-    ours, other = JobSecret.new(), JobSecret.new()
-    with (
-        contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN, secret=ours)) as server,
-        contextlib.closing(StateServer("127.0.0.1", None, token=TOKEN)) as false,
-    ):
-        for one in (server, false):
-            one.offer("k", "weights", [torch.ones(3)])
-        for secret in (NONE, other):
-            with pytest.raises(TransferError, match="refuses us"):
-                get(server.url, secret=secret)
-        assert fetch(server.url, "k", token=TOKEN, timeout_s=20, secret=ours)[0] == "weights"
-
-        class Credulous(Pass):
-            """Would take the word of a server that does not know the secret."""
-
-            def authorization(self, key: str) -> str:
-                return Pass(NONE, self.token).authorization(key)
-
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("bamboo_ds.state.fetch.Pass", Credulous)
-            with pytest.raises(TransferError, match="not the owner"):
-                get(false.url, timeout_s=0.5, secret=ours)
-    with pytest.raises(TransferError):
-        get(server.url, timeout_s=0.5, secret=ours)
-
-
-def test_silent_connections_are_bounded(server: StateServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bamboo_ds.serving.STRANGERS", 8)
-    server.offer("k", "weights", [torch.ones(3)])
-    address = urlsplit(server.url)
+def test_who_does_not_know_the_secret_gets_nothing_and_gives_nothing() -> None:
+    """Places and their tokens are in etcd. What they open without the job's secret is nothing."""
+    ours, others = JobSecret.new(), JobSecret.new()
     with contextlib.ExitStack() as stack:
-        silent = []
-        for _ in range(20):
-            silent.append(stack.enter_context(socket.create_connection((str(address.hostname), address.port or 0))))
-            silent[-1].settimeout(20)
-        for one in silent[:12]:
-            assert one.recv(1) == b""
-        assert get(server.url)[0] == "weights"
+        job, *false = [stack.enter_context(contextlib.closing(Hubs("ab", secret))) for secret in (ours, NONE, others)]
+        for each in (job, *false):
+            each["b"].offers.offer("k", "weights", [torch.ones(3)])
+        assert get(job)[0] == "weights"
+        for each in false:
+            with pytest.raises(TransferError, match="closed by the other end"):
+                get(each, place=job["b"].place)
+            with pytest.raises(TransferError, match="closed by the other end"):
+                get(job, place=each["b"].place)
+        host, port, token = job["b"].place.split(" ")
+        for wrong in ("wrong", token + "x"):
+            with pytest.raises(TransferError, match="closed by the other end") as caught:
+                get(job, place=f"{host} {port} {wrong}")
+            assert wrong not in str(caught.value)
+        assert not job["b"].offers._requests
 
 
-@pytest.mark.parametrize(
-    ("method", "target", "status"),
-    [
-        ("GET", "/state?key=k", 200),
-        ("GET", "/state?key=missing", 404),
-        ("GET", "/other?key=k", 404),
-        ("GET", "/state", 404),
-        ("POST", "/state?key=k", 404),
-    ],
-)
-def test_requests(server: StateServer, method: str, target: str, status: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bamboo_ds.state.server._LONGEST_WAIT_S", 0.1)
-    server.offer("k", "", ())
-    connection = http.client.HTTPConnection(str(urlsplit(server.url).hostname), urlsplit(server.url).port)
-    try:
-        connection.request(method, target)
-        response = connection.getresponse()
-        assert response.status == 403, "without the token nothing is told"
-        response.read()
-        key = parse_qs(urlsplit(target).query).get("key", [""])[0]
-        other = Pass(NONE, TOKEN).authorization(f"{key}x")
-        connection.request(method, target, headers={"Authorization": other})
-        response = connection.getresponse()
-        assert response.status == 403, "what opens one key opens no other"
-        response.read()
-        connection.request(method, target, headers={"Authorization": Pass(NONE, TOKEN).authorization(key)})
-        assert connection.getresponse().status == status
-    finally:
-        connection.close()
-
-
-def test_bound_to_the_address_only() -> None:
-    server = StateServer("127.0.0.2", None, token=TOKEN)
-    server.offer("k", "here", ())
-    assert urlsplit(server.url).hostname == "127.0.0.2"
-    assert get(server.url)[0] == "here"
-    with pytest.raises(TransferError, match="refused"):
-        get(server.url.replace("127.0.0.2", "127.0.0.1"), timeout_s=1)
-    server.close()
-    with pytest.raises(OSError, match="assign"):
-        StateServer("192.0.2.1", None, token=TOKEN)
+@pytest.mark.parametrize("place", ["nowhere", "127.0.0.1 1 token"])
+def test_where_nobody_is(hubs: Hubs, place: str) -> None:
+    with pytest.raises(TransferError, match=r"cannot be reached|refused"):
+        get(hubs, place=place)
 
 
 # -- rate ----------------------------------------------------------------------------------------------
@@ -333,34 +263,17 @@ def test_rate(rate: float, burst: int, requests: list[tuple[int, float]]) -> Non
     assert waits == pytest.approx([n * burst / rate for n in range(10)])
 
 
-def test_a_rate_that_is_none() -> None:
+def test_a_rate_that_is_none(offers: Offers) -> None:
     for rate in (0, -1.0):
         with pytest.raises(ValueError, match="positive"):
-            StateServer("127.0.0.1", rate, token=TOKEN)
+            offers.begin(rate, {})
 
 
-def test_one_bucket_for_all_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    reserved: list[tuple[int, int]] = []
-    reserve = TokenBucket.reserve
-
-    def recording(self: TokenBucket, size: int) -> float:
-        reserved.append((id(self), size))
-        return reserve(self, size)
-
-    monkeypatch.setattr(TokenBucket, "reserve", recording)
-    server = StateServer("127.0.0.1", 20, token=TOKEN)
-    tensors = state()
-    server.offer("k", "t", tensors)
-    fetches = [Fetch(server.url, "k", token=TOKEN, timeout_s=20) for _ in range(2)]
+def test_one_rate_for_all_copies(hubs: Hubs, offers: Offers) -> None:
+    offers.begin(20.0, {})
+    tensors = state(4)
+    size, begin = sum(t.nbytes for t in tensors), time.monotonic()
+    offers.offer("k", "t", tensors)
+    fetches = [fetch(hubs) for _ in range(3)]
     assert all(same(one.result(20)[1], tensors) for one in fetches)
-    server.close()
-    assert len({bucket for bucket, _ in reserved}) == 1
-    assert sum(size for _, size in reserved) == 2 * sum(t.nbytes for t in tensors)
-
-
-@pytest.mark.integration
-def test_importing_is_cheap() -> None:
-    """A worker that moves no state must not load an HTTP server."""
-    code = "import sys, bamboo_ds.state.server, bamboo_ds.state.fetch; print('aiohttp' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "False\n"
+    assert time.monotonic() - begin >= (3 * size - offering.PIECE) / 20e6

@@ -13,7 +13,7 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable, Generator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from . import sockets, wire
 
@@ -26,7 +26,24 @@ _READY = 1 << 21
 #: Bytes by which small messages are read, and that one call of :meth:`Connection.read` reads at most.
 _BUFFER, _READ_AT_MOST = 1 << 16, 1 << 22
 
-Deliver = Callable[["Connection", wire.FrameHead, bytes, list[wire.WireTensor]], None]
+
+class Traffic(Protocol):
+    """What connections of one purpose are for. Called by whichever thread attends to the connection.
+
+    Attributes:
+        purpose: names it in handshakes.
+    """
+
+    purpose: str
+
+    def opened(self, connection: Connection) -> None:
+        """Both ends have proven who they are."""
+
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        """A frame has arrived, with its key and what it carries."""
+
+    def closed(self, connection: Connection, reason: str | None) -> None:
+        """It has ended, and is none of the hub's any more; ``reason``: none if that is as it should be."""
 
 
 class _Outgoing(NamedTuple):
@@ -42,7 +59,7 @@ class Connection:
     Args:
         member: at the other end.
         sock: not blocking.
-        deliver: takes every frame that arrives, with its key and what it carries.
+        traffic: what it is for.
         watch: called whenever :attr:`interest` changes.
 
     Attributes:
@@ -55,13 +72,13 @@ class Connection:
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
     """
 
-    def __init__(self, member: str, sock: socket.socket, deliver: Deliver, watch: Callable[[Connection], None]) -> None:
-        self.member, self.socket = member, sock
+    def __init__(self, member: str, sock: socket.socket, traffic: Traffic, watch: Callable[[Connection], None]) -> None:
+        self.member, self.socket, self.traffic = member, sock, traffic
         self.open = self.ended = self.driven = False
         self.asked = 0
         self.reading = threading.Lock()
         self.sent = self.written = self.confirmed = 0
-        self._deliver, self._watch = deliver, watch
+        self._watch = watch
         self._sending = threading.Lock()  # guards what follows
         self._queue: deque[_Outgoing] = deque()
         self._begun: _Outgoing | None = None  # whose first segments are ready, or out
@@ -217,9 +234,15 @@ class Connection:
                     yield data[:left]
                     data, left = data[left:], left - min(left, len(data))
             if not void:
-                self._deliver(self, head, key, tensors)
+                self.traffic.receive(self, head, key, tensors)
 
     # -- the end -----------------------------------------------------------------------------------------
+    def hang_up(self) -> None:
+        """Have the loop find that it has ended. From any thread."""
+        with self._sending:
+            if not self.ended:
+                sockets.shut(self.socket)
+
     def end(self) -> None:
         """Close it. Hold :attr:`reading`, or know that nobody reads."""
         with self._sending:

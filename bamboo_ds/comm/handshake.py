@@ -23,7 +23,7 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Collection, Generator
 
 from ..forking import only_here
 from ..secret import SETTING, TAG, JobSecret
@@ -45,8 +45,8 @@ CALLERS = 32
 #: Seconds until a host tries again that has no descriptor for a caller.
 _SHORTAGE_S = 0.05
 
-#: Yields bytes to send, or a number of bytes to receive; returns the name of the other end.
-Talk = Generator[bytes | int, bytes, str]
+#: Yields bytes to send, or a number of bytes to receive; returns the name of the other end, and the purpose.
+Talk = Generator[bytes | int, bytes, tuple[str, str]]
 
 
 class Refused(ConnectionError):
@@ -63,16 +63,17 @@ def calling(secret: JobSecret, purpose: str, token: str, caller: str, host: str)
     if not secret.proves(answer[_NONCE:], "host", *facts):
         raise Refused(f"whoever answers there is not {host} of this job, or has another secret: check {SETTING}")
     yield secret.tag("caller", *facts)
-    return host
+    return host, purpose
 
 
-def hosting(secret: JobSecret, purpose: str, token: str, host: str) -> Talk:
-    """The host's part, towards any caller; ``token`` is the host's."""
+def hosting(secret: JobSecret, purposes: Collection[str], token: str, host: str) -> Talk:
+    """The host's part, towards any caller that comes for one of ``purposes``; ``token`` is the host's."""
     magic = yield len(_MAGIC)
     if magic != _MAGIC:
         raise Refused("it is no member of a job, or has another version of bamboo_ds")
     _, what, nonce, length = _HELLO.unpack(magic + (yield _HELLO.size - len(_MAGIC)))
-    if what.rstrip(b"\0") != purpose.encode() or length > _LONGEST_NAME:
+    purpose = what.rstrip(b"\0").decode(errors="replace")
+    if purpose not in purposes or length > _LONGEST_NAME:
         raise Refused("it wants something else")
     rest = yield length + TAG
     name, hello = rest[:length].decode(errors="replace"), rest[length:]
@@ -83,7 +84,7 @@ def hosting(secret: JobSecret, purpose: str, token: str, host: str) -> Talk:
     yield own + secret.tag("host", *facts)
     if not secret.proves((yield TAG), "caller", *facts):
         raise Refused(f"the caller is not {name}, or has another secret: check {SETTING}")
-    return name
+    return name, purpose
 
 
 class Handshake:
@@ -95,10 +96,12 @@ class Handshake:
     Attributes:
         answered: something has been said to the other end; by a host only to who knows the secret and the token, or has
             overheard somebody who does.
+        purpose: what the connection is for, once that is proven.
     """
 
     def __init__(self, connection: socket.socket, talk: Talk) -> None:
         self.connection = connection
+        self.purpose = ""
         self.answered = False
         self.until = time.monotonic() + GRACE_S
         self._talk = talk
@@ -115,7 +118,8 @@ class Handshake:
                 self.answered = True
                 step = next(self._talk)
         except StopIteration as end:
-            return str(end.value)
+            name, self.purpose = end.value
+            return str(name)
         self._wanted, self._received = step, b""
         return None
 
@@ -147,7 +151,7 @@ class Door:
         loop: tells what is ready.
         listener: not blocking; closed by whoever made it.
         talk: makes the host's part of a talk with one caller.
-        admit: called with a member's name and connection when that has proven itself.
+        admit: called with a member's name, its connection and what that is for, when it has proven itself.
 
     Attributes:
         expected: how many members may call at the same time.
@@ -158,7 +162,7 @@ class Door:
         loop: SocketLoop,
         listener: socket.socket,
         talk: Callable[[], Talk],
-        admit: Callable[[str, socket.socket], None],
+        admit: Callable[[str, socket.socket, str], None],
         expected: int = 0,
     ) -> None:
         sockets.allow_descriptors()
@@ -197,7 +201,7 @@ class Door:
             return
         if name is not None:
             self._forget(caller)
-            self._admit(name, caller)
+            self._admit(name, caller, handshake.purpose)
 
     def _stranger(self) -> socket.socket | None:
         """The oldest caller that has not been answered."""

@@ -1,7 +1,8 @@
 """The connections of a worker to others, for its life: one listener, one thread, one connection per pair that talks.
 
-Connections are made when a member first has something to say, and outlive epochs. Every frame names its epoch: those of
-epochs that are over are dropped, those of epochs that this member has yet to enter wait.
+They are made when a member first has something to say, and outlive epochs. Every frame names its epoch: those of
+epochs that are over are dropped, those of epochs that this member has yet to enter wait. Copies of state have
+connections of their own (:mod:`.bulk`), whose end is no loss of a member.
 """
 
 from __future__ import annotations
@@ -20,14 +21,13 @@ from typing import Protocol
 from ..forking import only_here
 from ..secret import JobSecret
 from . import sockets, wire
-from .connection import Connection
+from .bulk.offers import Offers
+from .connection import Connection, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
 
 logger = logging.getLogger(__name__)
-
-_PURPOSE = "wire"
 
 
 class Signal(threading.Condition):
@@ -72,7 +72,10 @@ class Hub:
         changed: notified whenever a message arrives, something was written, or a connection or an epoch ended.
         ended: the newest epoch that this member has left.
         place: where others reach it, as plans have it.
+        offers: what others may copy.
     """
+
+    purpose = "wire"
 
     def __init__(self, member: str, listener: Listener, secret: JobSecret, silence_s: float) -> None:
         self.changed = Signal()
@@ -81,15 +84,18 @@ class Hub:
         self._listener = only_here(listener.socket)
         self._listener.setblocking(False)
         self.place = str(listener.place)
-        self._connections: dict[str, list[Connection]] = {}
+        self._connections: dict[tuple[str, str], list[Connection]] = {}  # by purpose and member
         self._receiver: Receiver | None = None
         self._early: dict[int, list[tuple[bytes, wire.PeerMessage]]] = defaultdict(list)
         self._left: dict[str, int] = {}  # the newest epoch that each member has left
         self._watching = threading.Lock()
         self._loop = SocketLoop()
         self._calls: dict[Connection, float] = {}  # until when they must be through
+        self._closed = False
+        self.offers = Offers(self._loop)
+        self._traffic: dict[str, Traffic] = {each.purpose: each for each in (self, self.offers)}
         self._door = Door(
-            self._loop, self._listener, lambda: hosting(secret, _PURPOSE, listener.token, member), self._admit
+            self._loop, self._listener, lambda: hosting(secret, self._traffic, listener.token, member), self._admit
         )
         self._loop.timers.append(self._end_slow_calls)
         self._loop.start()
@@ -117,24 +123,28 @@ class Hub:
         with self.changed:
             self.ended = max(self.ended, epoch)
             connections = [each for several in self._connections.values() for each in several]
-        for connection in connections:
+        for connection in [each for each in connections if each.traffic is self]:
             connection.give_up(epoch)
             connection.send(epoch, wire.control(wire.LEFT, over, epoch))
 
     def drop(self, members: Iterable[str]) -> None:
         """End the connections to members that have no part in the job any more."""
         for member in members:
-            for connection in tuple(self._connections.get(member, ())):
+            for connection in self._all_to(member):
                 self._end(connection, None)
             with self.changed:
-                self._connections.pop(member, None)
+                self._connections.pop((self.purpose, member), None)
                 self._left.pop(member, None)
 
     # -- connections -------------------------------------------------------------------------------------
     def known(self, member: str) -> Connection | None:
         """The connection to ``member`` that frames go out by, if there is one."""
-        several = self._connections.get(member)
+        several = self._connections.get((self.purpose, member))
         return several[0] if several else None
+
+    def _all_to(self, member: str) -> list[Connection]:
+        """Those that what ``member`` sends may come by."""
+        return list(self._connections.get((self.purpose, member), ()))
 
     def reach(self, member: str, place: str) -> Connection:
         """The connection to ``member``; one is begun if there is none. Returns at once."""
@@ -143,16 +153,25 @@ class Hub:
             return connection
         with self.changed:
             connection = self.known(member)
-            return self._call(member, Place.parse(place)) if connection is None else connection
+            return self.call(member, place, self) if connection is None else connection
 
-    def _call(self, member: str, place: Place) -> Connection:
-        family, name = sockets.resolve(place.host, place.port)
+    def call(self, member: str, place: str, traffic: Traffic) -> Connection:
+        """A new connection to ``member``, which ``traffic`` hears of from now on. Returns at once.
+
+        Raises:
+            OSError: there is no way to ``place``, or this worker ends.
+            ValueError: it is no place.
+        """
+        if self._closed:
+            raise ConnectionError("this worker ends")
+        host = Place.parse(place)
+        family, name = sockets.resolve(host.host, host.port)
         opened = only_here(socket.socket(family, socket.SOCK_STREAM))
         opened.setblocking(False)
-        connection = self._made(member, opened)
+        connection = self._made(member, opened, traffic)
         opened.connect_ex(name)  # what is wrong shows when it is ready
         self._calls[connection] = time.monotonic() + self._silence_s
-        self._loop.watch(opened, select.EPOLLOUT, lambda _: self._introduce(connection, place.token))
+        self._loop.watch(opened, select.EPOLLOUT, lambda _: self._introduce(connection, host.token))
         self._loop.wake()
         return connection
 
@@ -165,7 +184,8 @@ class Hub:
             if error:
                 raise OSError(error, os.strerror(error))
             sockets.watch_silence(opened, self._silence_s)
-            handshake = Handshake(opened, calling(self._secret, _PURPOSE, token, self._me, connection.member))
+            purpose = connection.traffic.purpose
+            handshake = Handshake(opened, calling(self._secret, purpose, token, self._me, connection.member))
         except OSError as failure:
             self._end(connection, f"connecting failed: {failure}")
             return
@@ -189,15 +209,15 @@ class Hub:
             self._end(connection, f"connecting failed: no answer for {self._silence_s:g} s")
         return min((until - now for until in list(self._calls.values())), default=None)
 
-    def _admit(self, member: str, opened: socket.socket) -> None:
+    def _admit(self, member: str, opened: socket.socket, purpose: str) -> None:
         """A member has called, and proven itself."""
         sockets.watch_silence(opened, self._silence_s)
-        self._open(self._made(member, opened))
+        self._open(self._made(member, opened, self._traffic[purpose]))
 
-    def _made(self, member: str, opened: socket.socket) -> Connection:
-        connection = Connection(member, opened, self._receive, self._watch)
+    def _made(self, member: str, opened: socket.socket, traffic: Traffic) -> Connection:
+        connection = Connection(member, opened, traffic, self._watch)
         with self.changed:
-            self._connections.setdefault(member, []).append(connection)
+            self._connections.setdefault((traffic.purpose, member), []).append(connection)
         return connection
 
     def _open(self, connection: Connection) -> None:
@@ -206,8 +226,7 @@ class Hub:
         with self._watching:
             self._loop.watch(connection.socket, connection.interest, lambda events: self._attend(connection, events))
             connection.open = True
-        # Whoever waits for this member in an epoch that it has left must know.
-        connection.send(self.ended, wire.control(wire.LEFT, epoch=self.ended))
+        connection.traffic.opened(connection)
 
     def _watch(self, connection: Connection) -> None:
         with self._watching:
@@ -218,8 +237,9 @@ class Hub:
         """A connection is ready, on the loop's thread."""
         if events & select.EPOLLOUT:
             connection.flush()
-            with self.changed:
-                self.changed.notify_all()
+            if connection.traffic is self:
+                with self.changed:
+                    self.changed.notify_all()
         if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else somebody reads it
             try:
                 self._read(connection)
@@ -253,16 +273,23 @@ class Hub:
                 self._loop.forget(connection.socket)
         connection.end()
         with self.changed:
-            self._connections.get(connection.member, [connection]).remove(connection)
-            receiver = self._receiver
+            self._connections.get((connection.traffic.purpose, connection.member), [connection]).remove(connection)
             self.changed.notify_all()
+        connection.traffic.closed(connection, reason)
+
+    # -- messages ----------------------------------------------------------------------------------------
+    def opened(self, connection: Connection) -> None:
+        """Whoever waits for this member in an epoch that it has left must know."""
+        connection.send(self.ended, wire.control(wire.LEFT, epoch=self.ended))
+
+    def closed(self, connection: Connection, reason: str | None) -> None:
+        """See :class:`.connection.Traffic`."""
+        receiver = self._receiver
         if reason is not None and receiver is not None:
             receiver.failed(connection.member, reason)
 
-    # -- messages ----------------------------------------------------------------------------------------
-    def _receive(
-        self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]
-    ) -> None:
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        """See :class:`.connection.Traffic`."""
         if head.kind == wire.FLUSH:
             connection.send(head.epoch, wire.control(wire.ACK, head.sequence, head.epoch))
             return
@@ -305,7 +332,7 @@ class Hub:
         taken: dict[int, Connection] = {}
         try:
             for member in members:
-                for connection in tuple(self._connections.get(member, ())):
+                for connection in self._all_to(member):
                     connection.reading.acquire()
                     if connection.ended or not connection.open:
                         connection.reading.release()
@@ -343,11 +370,13 @@ class Hub:
     # -- the end -----------------------------------------------------------------------------------------
     def close(self) -> None:
         """End all connections and the thread."""
+        self._closed = True
         self._loop.stop()
         self._receiver = None
-        for several in list(self._connections.values()):
-            for connection in list(several):
-                connection.end()
+        self.offers.close()
+        for connection in [each for several in self._connections.values() for each in several]:
+            connection.end()
+            connection.traffic.closed(connection, "this worker ends")
         self._connections.clear()
         self._door.close()
         self._loop.close()

@@ -15,6 +15,8 @@ from ..secret import NONE, JobSecret
 from ..topology import Plan
 from .attachment import Answer, Attachment, publish
 from .backend import BambooProcessGroup, register, register_handle
+from .bulk.copying import Fetch
+from .bulk.offers import Offers
 from .c10d import dist
 from .calls.naming import NAME
 from .calls.script import ScriptCollectives
@@ -90,7 +92,7 @@ class Session:
         # Threads blocked inside gloo must be gone before the interpreter is.
         atexit.register(self.close)
 
-    # -- state -------------------------------------------------------------------------------------------
+    # -- where it stands ---------------------------------------------------------------------------------
     @property
     def _epoch(self) -> Epoch | None:
         return self._attachment.epoch
@@ -240,6 +242,16 @@ class Session:
         self._hub.close()
         publish(None)
         atexit.unregister(self.close)
+
+    # -- copies of state ---------------------------------------------------------------------------------
+    @property
+    def offers(self) -> Offers:
+        """What others may copy from this member."""
+        return self._hub.offers
+
+    def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetch:
+        """Begin to copy what another member offers; see :class:`.bulk.copying.Fetch`. Needs no epoch."""
+        return Fetch(self._hub.call, member, place, key, timeout_s)
 
     # -- groups ------------------------------------------------------------------------------------------
     @property

@@ -66,14 +66,30 @@ def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segme
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
     structure, tensors = _structure(payload)
+    pieces = [view(data) for data in map(as_bytes, tensors) if data.numel()]
+    return _segments(_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors)), pieces)
+
+
+def _words(tensors: Sequence[torch.Tensor]) -> list[int]:
     words: list[int] = []
-    pieces: list[memoryview] = []
     for tensor in tensors:
-        data = as_bytes(tensor)
         words += (_CODES[tensor.dtype], _CUDA if tensor.is_cuda else _HOST, tensor.dim(), *tensor.shape)
-        if data.numel():
-            pieces.append(view(data))
-    return _segments(_head(DATA, structure, len(tensors), sequence, epoch, key, words), pieces)
+    return words
+
+
+def describe(tensors: Sequence[torch.Tensor]) -> memoryview:
+    """The head of a frame that carries ``tensors``."""
+    return _head(DATA, TUPLE, len(tensors), 0, 0, b"", _words(tensors))
+
+
+def described(data: memoryview) -> list[WireTensor]:
+    """The tensors of :func:`describe`, with buffers of the right size that are still to be filled, in order.
+
+    Raises:
+        ProtocolError: it is no head, or tells of a dtype that this torch lacks.
+    """
+    head = decode_head(data[:HEAD])
+    return decode_meta(head, bytes(data[HEAD:]) if head.extension else head.meta)[1]
 
 
 def _segments(head: memoryview, pieces: Sequence[memoryview]) -> Segments:
@@ -126,6 +142,13 @@ def view(data: torch.Tensor) -> memoryview:
     """The memory of a flat byte tensor, which the view keeps alive."""
     array: Any = data.numpy()
     return memoryview(array)
+
+
+def tensor_of(data: bytes | memoryview) -> torch.Tensor:
+    """A flat byte tensor with a copy of ``data``."""
+    found = torch.empty(len(data), dtype=torch.uint8)
+    view(found)[:] = data
+    return found
 
 
 @dataclass(frozen=True)

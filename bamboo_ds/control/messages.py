@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
 
 from ..topology.plan import Plan
-from .registry.records import LayoutRecord, PeerAddress, SuspicionRecord, WorkerState
+from .registry.records import LayoutRecord, SuspicionRecord, WorkerState
 
 
 class Message(BaseModel):
@@ -56,10 +56,14 @@ class Heartbeat(Message):
 
 
 class Peers(Message):
-    """Agent to a worker that has not been admitted yet: where it can ask what the job has done so far."""
+    """Agent to a worker that has not been admitted yet: members that it can ask what the job has done so far.
+
+    Attributes:
+        peers: members, and the places of their workers.
+    """
 
     type: Literal["peers"] = "peers"
-    peers: tuple[PeerAddress, ...]
+    peers: tuple[tuple[str, str], ...] = Field(repr=False)
 
 
 class Contact(Message):

@@ -154,7 +154,8 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
     saves, builder = Saves(job, settings.checkpoint, host, context.history), StageBuilder(context)
     flags = flags_here(ds.device)
     answers = {History.PREFIX: context.history.answer, FLAGS: lambda _: json.dumps(flags)}
-    snapshots = Snapshots(session.address, settings.topology.transfer_mb_per_s, answers, channel.secret)
+    session.offers.begin(settings.topology.transfer_mb_per_s, answers)
+    snapshots = Snapshots(session.offers)
     tied, measures = tied_stages(ds.module), Measures.of(context)
     parts = Parts(context, supply, saves, builder, snapshots, tied, measures, flags)
     ds.monitor = Monitors(

@@ -106,6 +106,10 @@ class Plan:
             raise ValueError(f"plan of epoch {self.epoch} has no layout yet")
         return self.layout
 
+    def place(self, member: str) -> str:
+        """Where others reach the worker of ``member``; empty where that is not known."""
+        return dict(zip(self.members, self.places, strict=False)).get(member, "")
+
     def owner(self, role: Role) -> str:
         """The member that computes ``role``."""
         return self.owners[self.world.rank(role)]

@@ -15,7 +15,6 @@ from ..comm.places import Listener
 from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, PlanPush, parse_to_worker
 from ..control.registry.records import (
     LayoutRecord,
-    PeerAddress,
     SuspicionRecord,
     WorkerRecord,
     WorkerState,
@@ -104,7 +103,7 @@ class WorkerChannel:
         self._wire = LineSocket(only_here(sock))
         self._changed = threading.Condition()
         self._plan: Plan | None = None
-        self._peers: tuple[PeerAddress, ...] = ()
+        self._peers: tuple[tuple[str, str], ...] = ()
         self.contact: Contact | None = None
         self._layout: LayoutRecord | None = None
         self._every_rank = False
@@ -214,8 +213,10 @@ class WorkerChannel:
         with self._changed:
             self._changed.wait_for(lambda: self.boundary() > after_epoch or self._gone or self._closing, timeout_s)
 
-    def wait_peers(self, timeout_s: float) -> tuple[PeerAddress, ...]:
-        """Where a worker that is not admitted yet can ask what the job has done; waits until somebody is known.
+    def wait_peers(self, timeout_s: float) -> tuple[tuple[str, str], ...]:
+        """Members that a worker that is not admitted yet can ask what the job has done, and their places.
+
+        Waits until somebody is known.
 
         Raises ``TimeoutError`` after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
         """

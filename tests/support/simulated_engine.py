@@ -138,7 +138,7 @@ class Member(Parts):
         self.started = self.left = self.ended = False
         redundancy = {"mode": spec.mode, "verify_every": 1, "check_exact": spec.checked}
         settings = BambooConfig.model_validate({"redundancy": redundancy, "observe": {"timeline": "off"}})
-        self.session: Any = Session(name, world.network)
+        self.session: Any = Session(name, world)
         job: Any = Job(world, self.session, plan, rank, joiner)
         engine: Any = _Engine()
         engine.__dict__.update(
@@ -627,15 +627,13 @@ class World:
         member = self.members[name] = Member(self, name, home, self.plan, joiner=True)
         self.turns.add(name, member.run)
 
-    def fetch(self, url: str, key: str, **_: Any) -> tuple[str, list[torch.Tensor]]:
-        """What a member answers that another one asks, as :func:`bamboo_ds.state.fetch.fetch` does."""
+    def answer(self, name: str, key: str) -> str:
+        """What a member answers that another one asks."""
         self.turns.wait()
-        member = self.members[url]
-        if url in self.network.dead or member.ended or member.left:
+        member = self.members[name]
+        if name in self.network.dead or member.ended or member.left:
             raise TransferError("it is not there")
-        if key == FLAGS:
-            return "{}", []
-        return member.history.answer(key), []
+        return "{}" if key == FLAGS else member.history.answer(key)
 
     def _leave(self) -> None:
         """A member is told to leave."""

@@ -12,17 +12,19 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.registry.records import PeerAddress, WorkerState
+from bamboo_ds.control.registry.records import WorkerState
 from bamboo_ds.engine.checkpoints.saving import SaveRequest
+from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.iteration.block_times import BlockTimes
 from bamboo_ds.engine.iteration.measures import IdleTimes
+from bamboo_ds.engine.script.flags import FLAGS
 from bamboo_ds.engine.stage.runtime import RuntimeBinding
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left
 from bamboo_ds.state import split
 from bamboo_ds.topology import BlockSeconds, Layout, Plan, Role
 
-from .simulated_network import Attachment, Network
+from .simulated_network import Attachment
 
 if TYPE_CHECKING:
     from .simulated_engine import Member, World
@@ -82,8 +84,8 @@ class Session:
 
     timeout = timedelta(seconds=1)
 
-    def __init__(self, member: str, network: Network) -> None:
-        self.member, self.network = member, network
+    def __init__(self, member: str, world: World) -> None:
+        self.member, self.network, self._world = member, world.network, world
         self.epoch = self._ended = 0
         self.attachment: Attachment | None = None
 
@@ -107,6 +109,9 @@ class Session:
         self.epoch = plan.epoch
         self.attachment = None
         self.attachment = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
+
+    def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetching:
+        return Fetching(self._world, member, key)
 
     def acting_for(self, rank: int, answer: Any) -> Any:
         return nullcontext()
@@ -137,13 +142,12 @@ class Job:
             event=lambda kind, **facts: self.events.append((kind, facts)),
             report_state=self._report_state,
             member=session.member,
-            secret=self.world,
             ahead=0,
             joiner=joiner,
             rank=rank,
             await_boundary=self._await_boundary,
             wait_plan=lambda after, timeout_s: self.next_plan(after),
-            wait_peers=lambda timeout_s: [state.place for state in world.states.values()],
+            wait_peers=lambda timeout_s: [(member, "") for member in world.states],
         )
 
     def _report_state(self, state: WorkerState) -> None:
@@ -263,7 +267,7 @@ class Snapshots:
     """
 
     def __init__(self, world: World, member: str) -> None:
-        self._world, self.place = world, PeerAddress(url=member, token="")
+        self._world, self._member = world, member
         self.early = 0
         self._wanted: set[Role] = set()
         self._offered: dict[str, Any] = {}
@@ -281,7 +285,7 @@ class Snapshots:
     def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
         text, tensors = split({"sequence": sequence, "state": state})
         self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
-        self.early += sequence < self._world.members[self.place.url].progress.sequence
+        self.early += sequence < self._world.members[self._member].progress.sequence
         self._wanted.discard(role)
 
     def fetched(self, key: str) -> Any:
@@ -290,21 +294,20 @@ class Snapshots:
 
 
 class Fetching:
-    """A transfer, in the place of :func:`bamboo_ds.engine.replicas.construction.begin_fetch`.
+    """A copy, as :class:`bamboo_ds.comm.bulk.copying.Fetch`. It ends at some time, as long as its source lives."""
 
-    It ends at some time, as long as its source lives.
-    """
-
-    def __init__(self, key: str, place: PeerAddress, secret: World) -> None:
-        self._key, self._place, self._world = key, place, secret
+    def __init__(self, world: World, member: str, key: str) -> None:
+        self._key, self._member, self._world = key, member, world
         self._found: Any = None
 
     def done(self) -> bool:
-        if self._found is None and self._place.url not in self._world.network.dead:
-            self._found = self._world.members[self._place.url].snapshots.fetched(self._key)
+        if self._found is None and self._member not in self._world.network.dead:
+            self._found = self._world.members[self._member].snapshots.fetched(self._key)
         return self._found is not None
 
     def result(self) -> Any:
+        if self._key.startswith((History.PREFIX, FLAGS)):
+            return self._world.answer(self._member, self._key), []
         text, tensors = self._found
         return text, [tensor.clone() for tensor in tensors]
 

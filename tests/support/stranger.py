@@ -23,7 +23,7 @@ from base64 import b64encode
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
-from urllib.parse import urlencode, urlsplit
+from urllib.parse import urlsplit
 
 #: Seconds without an answer.
 PATIENCE_S = 1.0
@@ -82,9 +82,9 @@ class Stranger:
                 ("take a member's place", partial(self.introduce, place, "", *told, over)),
             ):
                 self.attempt(what, place, deed)
-        for url, token in targets["servers"]:
-            for proof in (f"Bearer {token}", f"Bamboo {tag('state', token, targets['key']).hex()}"):
-                self.attempt("download state", url, partial(self.download, url, proof, targets["key"]))
+        for host, port, token, member in targets["servers"]:
+            deed = partial(self.download, (host, int(port)), token, member, targets["key"].encode())
+            self.attempt("download state", (host, int(port)), deed)
         for url in targets["etcd"]:
             for what, path, body in self.etcd_deeds(targets["records"]):
                 self.attempt(what, url, partial(self.ask_etcd, url, path, body))
@@ -128,12 +128,20 @@ class Stranger:
             except TimeoutError:
                 return "it is believed: the connection stays"
 
-    def download(self, url: str, authorization: str, key: str) -> str | None:
-        connection = http.client.HTTPConnection(urlsplit(url).netloc, timeout=PATIENCE_S)
-        with contextlib.closing(connection):
-            connection.request("GET", f"/state?{urlencode({'key': key})}", headers={"Authorization": authorization})
-            answer = connection.getresponse()
-            return None if answer.status == 403 else f"{answer.status} {answer.read(64)!r}"
+    def download(self, place: tuple[str, int], token: str, host: str, key: bytes) -> str | None:
+        """Ask for state, with the token that is in etcd."""
+        nonce, facts = os.urandom(32), (b"bulk", token, "x", host)
+        with socket.create_connection(place, PATIENCE_S) as connection:
+            connection.sendall(struct.pack("<8s8s32sH", b"bamboo-3", b"bulk", nonce, 1) + b"x")
+            connection.sendall(tag("hello", *facts, nonce))
+            own = connection.recv(32)
+            if not own:
+                return None
+            connection.sendall(tag("caller", *facts, nonce, own))
+            words = struct.pack("<3q", *(11, 0, 0))  # an integer: from the beginning
+            head = struct.pack("<BBHIqqq", 0, 1, len(key), 1, 0, 0, len(key) + len(words)) + key + words
+            connection.sendall(head.ljust(256, b"\0") + bytes(8))
+            return f"an answer of {len(connection.recv(64))} bytes"
 
     # -- etcd -----------------------------------------------------------------------------------------
     def etcd_deeds(self, records: dict[str, str]) -> Iterator[tuple[str, str, dict[str, str]]]:

@@ -1,4 +1,4 @@
-"""What the tests of state transfer share: fixtures, a state, and a proxy that breaks connections."""
+"""What the tests of copies of state share: members, a state, and a proxy that breaks connections."""
 
 from __future__ import annotations
 
@@ -8,21 +8,20 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any
-from urllib.parse import urlsplit
+from dataclasses import replace
 
 import pytest
 import torch
 
-from bamboo_ds.state.fetch import Fetch, fetch
-from bamboo_ds.state.server import StateServer
-from bamboo_ds.worker.activity import frame_of
+from bamboo_ds.comm.bulk.copying import Fetch, Fetched
+from bamboo_ds.comm.bulk.offers import Offers
+from bamboo_ds.comm.places import Place
 
+from .hubs import Hubs
 from .leaks import no_leaks
 
-TOKEN = "s3cret-of-the-job"
-#: Offsets in answers are multiples of it.
-CHUNK = 1 << 16
+#: Bytes of the owner's part of a handshake, of the head of a frame, and of the smallest piece: the head of an offer.
+PROOF, HEAD = 64, 256
 
 
 @pytest.fixture(autouse=True)
@@ -31,21 +30,30 @@ def nothing_left() -> Iterator[None]:
     with no_leaks():
         yield
     assert len(os.listdir("/proc/self/fd")) <= fds
-    assert not [t.name for t in threading.enumerate() if t.name.startswith("bamboo-state")]
 
 
 @pytest.fixture
-def server() -> Iterator[StateServer]:
-    one = StateServer("127.0.0.1", None, token=TOKEN)
-    yield one
-    one.close()
+def hubs() -> Iterator[Hubs]:
+    """Members a, which copies, and b, which offers."""
+    both = Hubs("ab")
+    yield both
+    both.close()
 
 
-def get(url: str, key: str = "k", timeout_s: float = 20.0, **kwargs: Any) -> tuple[str, list[torch.Tensor]]:
-    return fetch(url, key, token=TOKEN, timeout_s=timeout_s, **kwargs)
+@pytest.fixture
+def offers(hubs: Hubs) -> Offers:
+    return hubs["b"].offers
 
 
-def state(mb: float = 1.0) -> list[torch.Tensor]:
+def fetch(hubs: Hubs, key: str = "k", timeout_s: float = 20.0, place: str | None = None) -> Fetch:
+    return Fetch(hubs["a"].call, "b", place or hubs["b"].place, key, timeout_s)
+
+
+def get(hubs: Hubs, key: str = "k", timeout_s: float = 20.0, place: str | None = None) -> Fetched:
+    return fetch(hubs, key, timeout_s, place).result(40)
+
+
+def state(mb: float = 4.0) -> list[torch.Tensor]:
     """A large tensor and many small ones."""
     random = torch.Generator().manual_seed(1)
     large = torch.randn(int(mb * 2**18), generator=random)
@@ -68,34 +76,27 @@ def wait_for(condition: Callable[[], bool]) -> None:
         pause.wait(0.002)
 
 
-def is_in(one: Fetch, *functions: str) -> bool:
-    """Whether the thread of a fetch is in ``functions``, each called somewhere below the one before."""
-    frame, names = frame_of(one._thread), []
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    outer = iter(reversed(names))
-    return all(name in outer for name in functions)
-
-
 class Proxy:
-    """Passes connections on to ``url`` and strikes once, at byte ``at`` of an answer.
+    """Passes connections on to the worker at ``place`` and strikes at byte ``at`` of what it says, so many times.
+
+    Args:
+        fault: ``flip`` a bit, ``cut`` the connection, or ``hold`` it until :attr:`release`.
 
     Attributes:
-        strikes: how often the fault happened.
-        asked: how many requests it has passed on.
-        passed: bytes of answers passed on so far.
+        place: its own.
+        strikes: how often the fault has happened.
+        calls: connections so far.
+        passed: bytes of answers passed on so far, over all connections.
     """
 
-    def __init__(self, url: str, fault: str = "none", at: int = 0, pattern: bytes | None = None) -> None:
-        self._target = urlsplit(url)
-        self._fault, self._at, self._pattern = fault, at, pattern
-        self.strikes = self.passed = self.asked = 0
-        self.release = threading.Event()
+    def __init__(self, place: str, fault: str = "none", at: int = 0, times: int = 1) -> None:
+        self._target = Place.parse(place)
+        self._fault, self._at, self._left = fault, at, times if fault != "none" else 0
+        self.strikes = self.passed = self.calls = 0
+        self.release, self._end = threading.Event(), threading.Event()
         self._listener = socket.create_server(("127.0.0.1", 0))
         self._listener.settimeout(0.02)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
-        self._end = threading.Event()
+        self.place = str(replace(self._target, host="127.0.0.1", port=self._listener.getsockname()[1]))
         self._threads = [threading.Thread(target=self._accept)]
         self._threads[0].start()
 
@@ -115,58 +116,36 @@ class Proxy:
                 client, _ = self._listener.accept()
             except TimeoutError:
                 continue
-            thread = threading.Thread(target=self._connection, args=(client,))
-            self._threads.append(thread)
-            thread.start()
+            self.calls += 1
+            self._threads.append(threading.Thread(target=self._pass_on, args=(client,)))
+            self._threads[-1].start()
 
-    def _connection(self, client: socket.socket) -> None:
-        with client:
-            client.settimeout(20)
-            request = b""
-            while b"\r\n\r\n" not in request and (data := client.recv(65536)):
-                request += data
-            if not request:
-                return
-            self.asked += 1
-            try:
-                server = socket.create_connection((str(self._target.hostname), self._target.port or 0))
-            except ConnectionRefusedError:
-                return
-            with server:
-                server.sendall(request)
-                self._answer(client, server)
-
-    def _answer(self, client: socket.socket, server: socket.socket) -> None:
+    def _pass_on(self, client: socket.socket) -> None:
         done = 0
-        while not self._end.is_set():
-            if not select.select([server, client], [], [], 0.02)[0]:
-                continue
-            if select.select([client], [], [], 0)[0]:
-                return  # it hung up: requests have no more to say
-            try:
-                data = bytearray(server.recv(16384))
-            except ConnectionResetError:
-                return
-            if not data:
-                return
-            at = self._at - done if self._pattern is None else data.find(self._pattern)
-            if not self.strikes and self._fault != "none" and 0 <= at < len(data):
-                self.strikes += 1
-                if self._fault == "flip":
-                    data[at] ^= 0x10
-                else:
-                    client.sendall(data[:at])
-                    self.passed += at
-                    if self._fault == "cut":
-                        return
-                    assert self._fault == "hold"
-                    while not self.release.wait(0.02):
-                        if select.select([client], [], [], 0)[0]:
+        with client, socket.create_connection((self._target.host, self._target.port)) as server:
+            while not self._end.is_set():
+                for ready in select.select([server, client], [], [], 0.02)[0]:
+                    try:
+                        data = bytearray(ready.recv(1 << 14))
+                        if ready is server and not self._strike(client, data, self._at - done):
                             return
-                    data = data[at:]
-            try:
-                client.sendall(data)
-            except (BrokenPipeError, ConnectionResetError):
-                return
-            done += len(data)
-            self.passed += len(data)
+                        (client if ready is server else server).sendall(data)
+                    except ConnectionError:
+                        return
+                    if not data:
+                        return
+                    if ready is server:
+                        done += len(data)
+                        self.passed += len(data)
+
+    def _strike(self, client: socket.socket, data: bytearray, at: int) -> bool:
+        """Whether the connection goes on."""
+        if not (self._left and 0 <= at < len(data)):
+            return True
+        self._left -= 1
+        self.strikes += 1
+        if self._fault == "flip":
+            data[at] ^= 0x10
+        elif self._fault == "hold":
+            self.release.wait()
+        return self._fault != "cut"

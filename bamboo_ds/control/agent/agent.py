@@ -28,7 +28,7 @@ from ..loop import AgentLoop
 from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, parse_to_agent
 from ..notices import Notice
 from ..registry.keys import Keys, new_member_id
-from ..registry.records import LeftRecord, PeerAddress, ProgressRecord, StopRecord, WorkerRecord
+from ..registry.records import LeftRecord, ProgressRecord, StopRecord, WorkerRecord
 from ..reporting import forward, tell_failure
 from ..settings import AgentSettings
 from .command import observed, worker_environment
@@ -176,8 +176,8 @@ class Agent:
         self._worker.send(PlanPush(plan=plan))
         self._mailbox.post(partial(self._note_plan, plan))
 
-    def on_peers(self, peers: tuple[PeerAddress, ...]) -> None:
-        """Hand to a worker that waits to be admitted where it can learn what the job has done."""
+    def on_peers(self, peers: tuple[tuple[str, str], ...]) -> None:
+        """Tell a worker that waits to be admitted who can tell it what the job has done."""
         self._worker.send(Peers(peers=peers))
 
     def on_feed(self, slot: int, rank: int) -> None:

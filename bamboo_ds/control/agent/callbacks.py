@@ -9,7 +9,7 @@ from typing import Generic, TypeVar
 from ...job_settings import JobSettings
 from ...topology.plan import Plan
 from ..messages import Contact
-from ..registry.records import LeaveRecord, PeerAddress, RestartRecord, StopRecord
+from ..registry.records import LeaveRecord, RestartRecord, StopRecord
 
 T = TypeVar("T")
 
@@ -20,7 +20,8 @@ class Callbacks:
 
     Attributes:
         on_plan: a plan with a newer epoch.
-        on_peers: where a member that waits to be admitted can learn what the job has done; again when it changes.
+        on_peers: who can tell a member that waits to be admitted what the job has done, with the places of their
+            workers; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
         on_leave: somebody asks the member to leave.
@@ -32,7 +33,7 @@ class Callbacks:
     """
 
     on_plan: Callable[[Plan], None]
-    on_peers: Callable[[tuple[PeerAddress, ...]], None]
+    on_peers: Callable[[tuple[tuple[str, str], ...]], None]
     on_stop: Callable[[StopRecord], None]
     on_error: Callable[[BaseException], None]
     on_ended: Callable[[], None]

@@ -29,7 +29,6 @@ from ..registry.records import (
     LeaveRecord,
     LeftRecord,
     MemberRecord,
-    PeerAddress,
     Record,
     StopRecord,
     TimingRecord,
@@ -94,7 +93,7 @@ class Coordinator:
         self._outage_s, self._settings = outage_s, settings
         self._display = display
         self._callbacks = callbacks
-        self._peers = News[tuple[PeerAddress, ...]](callbacks.on_peers, known=())
+        self._peers = News[tuple[tuple[str, str], ...]](callbacks.on_peers, known=())
         self._restart = News(callbacks.on_restart)
         self._stop = News(callbacks.on_stop, once=True)
         self._leave = News(callbacks.on_leave, once=True)

@@ -23,7 +23,7 @@ from enum import Enum
 from ...errors import LaunchError
 from ...topology.plan import UNSTARTED, Plan
 from ..registry.mirror import Mirror
-from ..registry.records import MemberRecord, PeerAddress
+from ..registry.records import MemberRecord
 from ..registry.vacancies import some_finished
 
 
@@ -142,11 +142,10 @@ class Membership:
 # -- what is in etcd for one that takes no part ------------------------------------------------------------------
 
 
-def peers(mirror: Mirror, plan: Plan) -> tuple[PeerAddress, ...]:
-    """Where it can learn what the job has done."""
-    workers = mirror.workers
-    found = (workers[member].place for member in plan.members if member in workers)
-    return tuple(place for place in found if place is not None)
+def peers(mirror: Mirror, plan: Plan) -> tuple[tuple[str, str], ...]:
+    """Members that can tell it what the job has done, since they have an engine, and the places of their workers."""
+    known = zip(plan.members, plan.places, strict=False)
+    return tuple((member, place) for member, place in known if member in mirror.workers and place)
 
 
 def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:

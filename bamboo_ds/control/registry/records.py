@@ -56,19 +56,6 @@ class WorkerRecord(Record):
         raise NotImplementedError
 
 
-class PeerAddress(BaseModel):
-    """Where a worker offers its history and snapshots (see :class:`~bamboo_ds.state.server.StateServer`).
-
-    Attributes:
-        token: goes into what proves knowledge of the job's secret. In a job without one it is all there is to know.
-    """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
-
-    url: str
-    token: str = Field(repr=False)
-
-
 class JobRecord(Record):
     """``spec``: what the launcher, or the first member of a job without one, was asked for.
 
@@ -263,7 +250,6 @@ class WorkerState(WorkerRecord):
 
     Attributes:
         replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
-        place: where others find what it offers.
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
@@ -275,7 +261,6 @@ class WorkerState(WorkerRecord):
     id: str
     epoch: int
     replicas: tuple[int, ...] = ()
-    place: PeerAddress | None = None
     cuts: dict[int, tuple[int, ...]] = {}
     seconds: tuple[BlockSeconds, ...] = ()
     iteration_s: float = 0.0

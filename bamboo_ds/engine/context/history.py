@@ -44,7 +44,7 @@ class History:
         slices: tensor slices, each of which has losses of its own; those of the first count.
     """
 
-    #: Key under which a state server answers with what was done from some number on.
+    #: What keys begin with under which members answer with what was done from some number on.
     PREFIX = "history/"
 
     def __init__(self, slices: int = 1) -> None:

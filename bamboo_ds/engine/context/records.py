@@ -9,7 +9,6 @@ from enum import Enum
 from typing import TYPE_CHECKING
 
 from ...comm.transport import Transport
-from ...control.registry.records import PeerAddress
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
 from ...schedule import Decision
@@ -137,7 +136,7 @@ class Progress:
         evaluating: an evaluation runs.
         phase: where the script is with respect to the job.
         target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
-        sources: where what the job had done when this member was admitted can be fetched.
+        sources: members that can tell what the job had done when this member was admitted, and their places.
         at_boundary: the script has not gone on since the last operation.
         redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
             backward passes others have used the results of.
@@ -167,7 +166,7 @@ class Progress:
     evaluating: bool = field(default=False, init=False)
     phase: ScriptPhase = field(default=ScriptPhase.TOGETHER, init=False)
     target: int | None = field(default=None, init=False)
-    sources: Sequence[PeerAddress] = field(default=(), init=False)
+    sources: Sequence[tuple[str, str]] = field(default=(), init=False)
     at_boundary: bool = field(default=False, init=False)
     redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict, init=False)
     taken_over: set[Role] = field(default_factory=set, init=False)

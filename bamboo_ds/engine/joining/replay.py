@@ -29,10 +29,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ...control.registry.records import PeerAddress
 from ...errors import ProtocolError, TransferError
 from ...state.checkpoints import CheckpointError, read_manifest
-from ...state.fetch import fetch
 from ..checkpoints.saving import is_complete
 from ..context.history import History, Kind
 from ..context.records import ScriptPhase
@@ -223,19 +221,22 @@ class Replay(InContext):
 
     # -- what members of the job tell ---------------------------------------------------------------------
 
-    def _told(self, key: str, sources: Sequence[PeerAddress] = ()) -> str:
+    def _told(self, key: str, sources: Sequence[tuple[str, str]] = ()) -> str:
         """What a member of the job answers to ``key``, one of ``sources``; if there are none, any member.
+
+        Args:
+            sources: members and their places.
 
         Raises:
             ProtocolError: nobody answers.
         """
-        failures, channel = [], self.job.channel
+        failures, job = [], self.job
         for timeout_s in _ASK_TIMEOUTS_S:
             end = time.monotonic() + timeout_s
             while time.monotonic() < end:
-                for place in sources or channel.wait_peers(self.settings.recovery.plan_timeout_s):
+                for member, place in sources or job.channel.wait_peers(self.settings.recovery.plan_timeout_s):
                     try:
-                        return fetch(place.url, key, token=place.token, timeout_s=timeout_s, secret=channel.secret)[0]
+                        return job.session.fetch(member, place, key, timeout_s).result()[0]
                     except TransferError as error:
                         failures.append(str(error))
                 time.sleep(_ASK_AGAIN_S)  # those that refuse may be on their way

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from ...comm.bulk.copying import Fetch
 from ...control.registry.records import WorkerState
 from ...errors import TransferError
 from ...state import Tree
@@ -16,7 +17,7 @@ from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
 from ..replicas.building import StageBuilder
-from ..replicas.construction import Construction, Kept, Snapshots, begin_fetch, snapshot_key
+from ..replicas.construction import FETCH_TIMEOUT_S, Construction, Kept, Snapshots, snapshot_key
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.runtime import StageRuntime
@@ -120,14 +121,17 @@ class Copies(InContext):
             if plan.owners[rank] == self.epoch.member:
                 self.snapshots.want(role)
             if builder == self.epoch.member:
-                source = snapshot_key(plan.epoch, rank), reports[plan.owners[rank]].place
-                self.constructions[role] = Construction(role, source, begin_fetch(*source, self.epoch.channel.secret))
+                source = plan.owners[rank], snapshot_key(plan.epoch, rank)
+                self.constructions[role] = Construction(role, source, self._fetch(*source))
                 self.epoch.channel.activity.telling["copies"] = self.tell
         if all_at_boundary(reports, step):
             self.binding.refresh()
             if not reports[self.epoch.member].joining:
                 self.note_position(step - 1)
             self._offer(step - 1)
+
+    def _fetch(self, owner: str, key: str) -> Fetch:
+        return self.epoch.session.fetch(owner, self.epoch.plan.place(owner), key, FETCH_TIMEOUT_S)
 
     def note_position(self, sequence: int) -> None:
         """Remember where this member's own scheduler stands after operation ``sequence``."""
@@ -171,7 +175,7 @@ class Copies(InContext):
                 self._advance(construction)
             except TransferError as error:
                 logger.warning("copying role %s failed and begins again: %s", construction.role, error)
-                construction.fetch = begin_fetch(*construction.source, self.epoch.channel.secret)
+                construction.fetch = self._fetch(*construction.source)
 
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
@@ -225,7 +229,6 @@ class Copies(InContext):
             id=self.epoch.channel.member,
             epoch=self.epoch.plan.epoch,
             replicas=tuple(sorted(self.replicas())),
-            place=self.snapshots.place,
             cuts=owned,
             seconds=self.iteration.measures.times.told(),
             iteration_s=self.iteration.measures.times.iteration_s,

@@ -112,7 +112,8 @@ class RecoveryProtocol(InContext):
 
     def _join(self, decision: Decision, reports: Reports) -> None:
         """This member is admitted: take over from the others' ``reports`` where the job stands."""
-        newest, sources = newest_of(reports)
+        newest, informed = newest_of(reports)
+        sources = [(member, self.epoch.plan.place(member)) for member in informed]
         progress = self.progress
         progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
         progress.sequence = decision.step
@@ -174,7 +175,6 @@ class RecoveryProtocol(InContext):
             repeatable=self.operation is None or self.operation.repeatable(),
             stale=any(runtime.stale for runtime in self.binding.runtimes.values()),
             replicas=self.copies.replicas(),
-            place=self.copies.snapshots.place,
             joining=self.progress.joining,
             history=len(self.history),
             steps=self.progress.steps,

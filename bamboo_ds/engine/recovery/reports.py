@@ -9,7 +9,6 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ...control.registry.records import PeerAddress
 from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
 from ...topology import Plan, Role, Side
 from ..stage.layers import Changes
@@ -104,7 +103,6 @@ class MemberReport(JobFacts):
         repeatable: it could enter the commit of this operation again, if it has entered it.
         stale: it lacks what the shards of other members' steps have changed.
         replicas: ranks of the roles whose replica it holds.
-        place: where it offers snapshots and the history of the job.
         joining: it has just come, and takes over from the others where the job stands.
         history: operations of the script that it knows the results of.
         steps: iterations committed.
@@ -124,7 +122,6 @@ class MemberReport(JobFacts):
     repeatable: bool
     stale: bool
     replicas: tuple[int, ...]
-    place: PeerAddress
     joining: bool
     history: int
     steps: int
@@ -217,8 +214,8 @@ def all_at_boundary(reports: Reports, step: int) -> bool:
     )
 
 
-def newest_of(reports: Reports) -> tuple[MemberReport, list[PeerAddress]]:
-    """The report of a member that knows all that the job has done, and where all such members offer it."""
-    told = [report for report in reports.values() if not report.joining]
-    newest = max(told, key=lambda report: (report.history, report.step))
-    return newest, [report.place for report in told if report.history == newest.history]
+def newest_of(reports: Reports) -> tuple[MemberReport, list[str]]:
+    """The report of a member that knows all that the job has done, and all such members."""
+    told = {member: report for member, report in reports.items() if not report.joining}
+    newest = max(told.values(), key=lambda report: (report.history, report.step))
+    return newest, [member for member, report in told.items() if report.history == newest.history]

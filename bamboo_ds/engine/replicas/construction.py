@@ -15,21 +15,17 @@ steps; then it is a replica like any other::
 
 from __future__ import annotations
 
-import secrets
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import aiohttp.web  # noqa: F401  # the server's; loading it takes time that a recovery does not have
 import torch
 
-from ...control.registry.records import PeerAddress
-from ...secret import JobSecret
+from ...comm.bulk.copying import Fetch
+from ...comm.bulk.offers import Offers
 from ...state import Tree, join, split
-from ...state.fetch import Fetch
-from ...state.server import StateServer
 from ...topology import Role
 from ..script.changes import Replacement
 from ..stage.runtime import StageRuntime
@@ -61,7 +57,7 @@ class Construction:
 
     Attributes:
         role: whose.
-        source: key of the snapshot and where it is offered.
+        source: the member that offers the snapshot, and its key.
         fetch: the transfer.
         begun: monotonic seconds.
         incoming: reduced gradients, what the layers keep, and which parameters are trainable, if that has changed
@@ -73,7 +69,7 @@ class Construction:
     """
 
     role: Role
-    source: tuple[str, PeerAddress]
+    source: tuple[str, str]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic, init=False)
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = field(default=None, init=False)
@@ -111,35 +107,21 @@ class Construction:
 
 
 class Snapshots:
-    """What this member offers to others: snapshots to build replicas from, the history of the job to those that join.
+    """Snapshots that this member offers to others, to build replicas from.
 
     Args:
-        address: to listen on.
-        rate_mb_per_s: bound on all transfers together; ``None``: none.
-        answers: what else it is asked for, by what the keys begin with.
-        secret: the job's.
-
-    Attributes:
-        place: where others find it.
+        offers: all that it offers.
     """
 
-    def __init__(
-        self,
-        address: str,
-        rate_mb_per_s: float | None,
-        answers: Mapping[str, Callable[[str], str]],
-        secret: JobSecret,
-    ) -> None:
-        token = secrets.token_urlsafe(16)
-        self._server = StateServer(address, rate_mb_per_s, token=token, secret=secret, answers=answers)
-        self.place = PeerAddress(url=self._server.url, token=token)
+    def __init__(self, offers: Offers) -> None:
+        self._offers = offers
         self._wanted: set[Role] = set()
         self._offered: dict[Role, str] = {}
 
     def begin(self) -> None:
         """A new epoch begins: what was offered in the one before is void."""
         for key in self._offered.values():
-            self._server.withdraw(key)
+            self._offers.withdraw(key)
         self._offered.clear()
         self._wanted.clear()
 
@@ -154,20 +136,15 @@ class Snapshots:
     def offer(self, role: Role, key: str, state: Tree, sequence: int) -> None:
         """Copy ``state`` as it is after operation ``sequence`` and offer it."""
         text, tensors = split({"sequence": sequence, "state": state})
-        self._server.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
+        self._offers.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
         self._offered[role] = key
         self._wanted.discard(role)
 
     def close(self) -> None:
-        """End the service."""
-        self._server.close()
+        """Offer nothing any more."""
+        self._offers.close()
 
 
 def snapshot_key(epoch: int, rank: int) -> str:
     """Name of the snapshot of a role that is taken in an epoch."""
     return f"{epoch}/{rank}"
-
-
-def begin_fetch(key: str, place: PeerAddress, secret: JobSecret) -> Fetch:
-    """Start to fetch the snapshot ``key`` from where its owner offers it."""
-    return Fetch(place.url, key, token=place.token, timeout_s=FETCH_TIMEOUT_S, secret=secret)

@@ -14,7 +14,7 @@ from torch.nn.modules import module as torch_modules
 from ...config import BLOCK
 from ...errors import ConfigError
 
-#: Key under which a state server answers with the settings of the job.
+#: Key under which members answer with the settings of the job.
 FLAGS = "flags/"
 #: Settings of libraries, by module of ``torch.backends`` (or below) and attribute.
 _BACKENDS = (
