@@ -6,7 +6,7 @@ import itertools
 import random
 import select
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,21 @@ class Narrow:
         return getattr(self._real, name)
 
 
+class Incoming:
+    """Has frames taken by a function."""
+
+    purpose = "a test"
+
+    def __init__(self, take: Callable[..., None]) -> None:
+        self.receive = take
+
+    def opened(self, connection: Connection) -> None:
+        """Nothing happens."""
+
+    def closed(self, connection: Connection, reason: str | None) -> None:
+        """Nothing happens."""
+
+
 class Ends:
     """Both ends of one connection.
 
@@ -62,8 +77,10 @@ class Ends:
             end.setblocking(False)
         self.narrow, self._other = Narrow(one), other
         self.watched: list[int] = []
-        self.sender = Connection("b", self.narrow, self._refuse, self._note)  # type: ignore[arg-type]
-        self.receiver = Connection("a", other, self._take, lambda connection: None)
+        narrow: Any = self.narrow
+        deaf, hearing = (Incoming(each) for each in (self._refuse, self._take))
+        self.sender = Connection("b", narrow, deaf, self._note)
+        self.receiver = Connection("a", other, hearing, lambda connection: None)
         self.sender.open = self.receiver.open = True
         self.got: list[tuple[int, bytes, int, wire.Payload]] = []
 

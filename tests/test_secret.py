@@ -262,7 +262,7 @@ class Ends:
             end.setblocking(False)
         with one, other:
             self.caller = Handshake(one, calling(caller, purpose, token, "a", expected))
-            self.host = Handshake(other, hosting(host, "wire", TOKEN, "b"))
+            self.host = Handshake(other, hosting(host, ["wire"], TOKEN, "b"))
             self.names: list[str | None] = []
             self.refused: list[str] = []
             for end in (self.host, self.caller, self.host):
@@ -317,7 +317,7 @@ def test_a_host_that_does_not_know_is_not_believed(own: JobSecret, token: str) -
     one, other = socket.socketpair()
     with one, other:
         caller = Handshake(one, calling(OURS, "wire", TOKEN, "a", "b"))
-        host = Handshake(other, hosting(Impostor(own), "wire", token, "b"))  # type: ignore[arg-type]
+        host = Handshake(other, hosting(Impostor(own), ["wire"], token, "b"))  # type: ignore[arg-type]
         assert host._next(other.recv(8)) is None
         for end in (one, other):
             end.setblocking(False)
@@ -341,7 +341,7 @@ def test_the_host_believes_no_one_either() -> None:
         for end in (one, other):
             end.setblocking(False)
         caller = Handshake(one, talk())  # type: ignore[arg-type]
-        host = Handshake(other, hosting(OURS, "wire", TOKEN, "b"))
+        host = Handshake(other, hosting(OURS, ["wire"], TOKEN, "b"))
         assert host.advance() is None and host.answered and caller.advance() is None
         with pytest.raises(Refused) as error:
             host.advance()
@@ -383,9 +383,9 @@ class Street:
         self._listener.setblocking(False)
         self._found: list[str] = []
         self.callers: list[socket.socket] = []
-        self.door = Door(self._loop, self._listener, lambda: hosting(OURS, "wire", TOKEN, "b"), self._admit, expected)
+        self.door = Door(self._loop, self._listener, lambda: hosting(OURS, ["wire"], TOKEN, "b"), self._admit, expected)
 
-    def _admit(self, name: str, opened: socket.socket) -> None:
+    def _admit(self, name: str, opened: socket.socket, purpose: str) -> None:
         self._found.append(name)
         self.callers.append(opened)
 
@@ -582,7 +582,7 @@ def test_a_worker_admits_members_only(own: JobSecret) -> None:
         hubs["b"].reach("a", hubs["a"].place).send(7, wire.encode(b"good", 1, None, 7))
         ends["a"].wait(lambda: bool(ends["a"].got))
         assert ends["a"].got == [("b", b"good", 1)] and not ends["a"].lost
-        assert set(hubs["a"]._connections) == {"b"}
+        assert set(hubs["a"]._connections) == {("wire", "b")}
         for caller_ in silent:
             caller_.setblocking(False)
             with pytest.raises(BlockingIOError):
