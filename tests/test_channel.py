@@ -24,7 +24,7 @@ from bamboo_ds.control.messages import (
     parse_to_agent,
     parse_to_worker,
 )
-from bamboo_ds.control.registry.records import LayoutRecord, PeerAddress, SuspicionRecord
+from bamboo_ds.control.registry.records import LayoutRecord, SuspicionRecord
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import channel as module
@@ -160,7 +160,7 @@ def test_a_wait_ends_with_the_agent(agent: Agent) -> None:
 
 def test_peers_arrive(agent: Agent) -> None:
     agent.start()
-    peers = (PeerAddress(url="http://127.0.0.1:1", token="t"), PeerAddress(url="http://127.0.0.1:2", token="u"))
+    peers = (("m0", "127.0.0.1 1 t"), ("m1", "127.0.0.1 2 u"))
     agent.push(Peers(peers=peers))
     assert agent.channel.wait_peers(10) == peers
 
