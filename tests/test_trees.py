@@ -152,7 +152,9 @@ def test_all_get_what_all_are_together(count: int) -> None:
     # A member is connected with its parent and its children, and with nobody else.
     for name, hub in together.hubs.items():
         tree = Tree(names, name)
-        assert set(hub._connections) == {each for each in (tree.parent, *tree.children) if each is not None}
+        assert {member for _, member in hub._connections} == {
+            each for each in (tree.parent, *tree.children) if each is not None
+        }
     together.hubs.close()
 
 

@@ -98,7 +98,7 @@ class Session:
     def aborted(self) -> str | None:
         return self.current.aborted
 
-    def abort(self, reason: str, epoch: int | None = None) -> None:
+    def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
         self._ended = max(self._ended, self.epoch if epoch is None else epoch)
         if self.attachment is not None and self.epoch <= self._ended:
             self.network.abort(self.attachment, reason)

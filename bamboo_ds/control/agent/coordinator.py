@@ -418,7 +418,9 @@ class Coordinator:
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         own = Keys.member(self._id)
         if stop is not None:
-            self._put(Keys.STOP, stop)
+            self._pending[Keys.STOP] = stop
+        if Keys.STOP in self._pending:
+            self._put(Keys.STOP, self._pending.pop(Keys.STOP))
         if departure is not None and self.superseded:
             departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
         records: dict[str, Record] = {key: record for key, record in self._pending.items() if key != own}
