@@ -177,6 +177,8 @@ class Hub:
 
     def _introduce(self, connection: Connection, token: str) -> None:
         """The other end may be there: begin to prove ourselves."""
+        if connection.ended:
+            return  # it has been dropped meanwhile
         self._calls.pop(connection, None)
         opened = connection.socket
         error = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
@@ -198,14 +200,13 @@ class Hub:
         except OSError as failure:
             self._end(connection, f"connecting failed: {failure}")
             return
-        if proven:
+        if proven and not connection.ended:
             self._loop.forget(connection.socket)
             self._open(connection)
 
     def _end_slow_calls(self) -> float | None:
         now = time.monotonic()
         for connection in [each for each, until in list(self._calls.items()) if until <= now]:
-            del self._calls[connection]
             self._end(connection, f"connecting failed: no answer for {self._silence_s:g} s")
         return min((until - now for until in list(self._calls.values())), default=None)
 
@@ -224,6 +225,8 @@ class Hub:
         """Both ends have proven themselves."""
         connection.socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         with self._watching:
+            if connection.ended:
+                return
             self._loop.watch(connection.socket, connection.interest, lambda events: self._attend(connection, events))
             connection.open = True
         connection.traffic.opened(connection)

@@ -63,12 +63,15 @@ class SocketLoop:
 
     def _run(self) -> None:
         while not self._closing:
-            waits = [seconds for timer in self.timers if (seconds := timer()) is not None]
-            for descriptor, events in self._epoll.poll(max(0.0, min(waits)) if waits else None):
-                if descriptor == self._wake:
-                    os.eventfd_read(self._wake)
-                elif (handler := self._handlers.get(descriptor)) is not None:  # else it has just been forgotten
-                    try:
-                        handler(events)
-                    except Exception:  # a defect here; other connections must go on
-                        logger.exception("a socket's handler failed")
+            try:
+                self._turn()
+            except Exception:  # a defect here; other connections must go on
+                logger.exception("a socket's handler failed")
+
+    def _turn(self) -> None:
+        waits = [seconds for timer in self.timers if (seconds := timer()) is not None]
+        for descriptor, events in self._epoll.poll(max(0.0, min(waits)) if waits else None):
+            if descriptor == self._wake:
+                os.eventfd_read(self._wake)
+            elif (handler := self._handlers.get(descriptor)) is not None:  # else it has just been forgotten
+                handler(events)
