@@ -280,7 +280,7 @@ class RunningJob:
         """The newest plan."""
         return self.events("plan")[-1]
 
-    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = 60.0) -> None:
+    def wait_for(self, what: str, condition: Callable[[], bool], seconds: float = DEADLINE_S) -> None:
         """Wait for a condition; fails when the job ends or the time is over before."""
         patience = Patience(seconds)
         while not condition():
