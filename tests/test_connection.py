@@ -185,6 +185,23 @@ def test_frames_in_pieces_of_any_size(seed: int, segment: int) -> None:
             ends.close()
 
 
+@pytest.mark.parametrize("at_most", [1, 1000, 5 * wire.HEAD, 20 * wire.HEAD])
+def test_one_look_leaves_nothing_that_the_kernel_tells_nothing_of(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, at_most: int
+) -> None:
+    """However little is read in one turn: a frame waits in the kernel, or it has been taken."""
+    monkeypatch.setattr(module, "_READ_AT_MOST", at_most)
+    poll = select.poll()
+    poll.register(ends._other, select.POLLIN)
+    for sequence in range(20):
+        ends.send(1, sequence, filled(1000) if sequence == 3 else None)
+    looks = 0
+    while poll.poll(0):
+        ends.receiver.read()
+        looks += 1
+    assert [found[2] for found in ends.got] == list(range(20)) and looks < 20
+
+
 # -- epochs in it ---------------------------------------------------------------------------------------------
 #: Bytes of data between two marks, and that are made ready: small, so that every byte of a frame can be a cut.
 SEGMENT, READY = 40, 30

@@ -180,18 +180,20 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take what has arrived, or some MiB of it. Hold :attr:`reading`.
+        """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
             OSError: the connection has ended.
             Exception: the other end does not keep to the form of frames.
         """
         budget = _READ_AT_MOST
-        while budget > 0:
+        while True:
             while len(self._target):
                 if self._first < self._last:
                     self._take_from_buffer()
                     continue
+                if budget <= 0:
+                    return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
                 direct = len(self._target) >= _BUFFER
                 try:
                     count = self.socket.recv_into(self._target if direct else self._buffer)
