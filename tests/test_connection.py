@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
+import re
 import select
 import socket
 from collections.abc import Callable, Iterator
@@ -15,9 +18,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.comm import connection as module
+from bamboo_ds.comm import hub as hub_module
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.lifetime import Lifetime
+from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
+from bamboo_ds.errors import PeerLost
 
 from .support.hubs import Hubs, Inbox
 
@@ -456,6 +463,37 @@ def test_a_member_that_dies_between_epochs_is_found_by_the_next(hubs: Hubs) -> N
     second.wait(lambda: bool(second.lost))
     assert second.lost[0][0] == "b" and "connecting failed" in second.lost[0][1]
     assert hubs["a"].known("b") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("255.255.255.255 80 token", "unreachable|denied"), ("127.0.0.1 1 token", "refused")]
+)
+def test_why_there_is_no_way_to_a_member_is_told(hubs: Hubs, place: str, why: str) -> None:
+    """Also where the kernel knows at once."""
+    inbox = Inbox(hubs["a"], 1)
+    hubs["a"].reach("b", place)
+    inbox.wait(lambda: bool(inbox.lost))
+    assert re.search(f"connecting failed: .*{why}", inbox.lost[0][1]), inbox.lost
+
+
+def test_a_member_that_cannot_be_called_is_lost(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this member at least: a script knows nothing of descriptors, and the others can go on."""
+    accused: list[tuple[str | None, str]] = []
+    ended: list[PeerLost | None] = []
+    life = Lifetime(1, lambda member, reason: accused.append((member, reason)))
+    links = Links(life, hubs["a"], ("a", "b"), "a", hubs.places, end=lambda reason, loss: ended.append(loss))
+    links.enter()
+
+    def none_left(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module, "only_here", none_left)
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"towards b: connecting failed: .*Too many open files"):
+                links.send("b", b"key", 1, None)
+    assert [member for member, _ in accused] == ["b"]
+    assert [loss.member for loss in ended if loss is not None] == ["b"] and len(ended) == 1
 
 
 def test_a_member_without_part_in_the_job_is_dropped(hubs: Hubs) -> None:

@@ -181,7 +181,13 @@ class Links:
     def _send(self, member: str, frame: wire.Segments) -> Ticket:
         self.life.check("send")
         self._check(member)
-        connection = self._hub.reach(member, self._places[member])
+        try:
+            connection = self._hub.reach(member, self._places[member])
+        except OSError as error:  # no descriptor is left, say
+            self.failed(member, f"connecting failed: {error}")
+            self.life.check("send")
+            self._check(member)
+            raise
         return Ticket(connection, connection.send(self.number, frame))
 
     def _check(self, member: str) -> None:
