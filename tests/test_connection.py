@@ -9,6 +9,7 @@ import random
 import re
 import select
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -190,6 +191,19 @@ def test_frames_in_pieces_of_any_size(seed: int, segment: int) -> None:
             assert all(same(found[3], payload) for found, payload in zip(ends.got, sent, strict=True))
         finally:
             ends.close()
+
+
+def test_what_has_been_taken_is_kept_no_longer(ends: Ends) -> None:
+    """By the connection, which may have nothing more to read for as long as an optimizer steps."""
+    arrived: list[weakref.ref[torch.Tensor]] = []
+
+    def take(connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        arrived.extend(weakref.ref(each.data) for each in tensors)
+
+    ends.receiver.traffic = Incoming(take)
+    ends.send(1, 1, (filled(10), filled(3 * wire.SEGMENT)))
+    ends.pump()
+    assert [each() for each in arrived] == [None, None]
 
 
 @pytest.mark.parametrize("at_most", [1, 1000, 5 * wire.HEAD, 20 * wire.HEAD])

@@ -218,25 +218,28 @@ class Connection:
         block, mark = memoryview(bytearray(wire.HEAD)), memoryview(bytearray(1))
         while True:
             yield block
-            head = wire.decode_head(block)
-            meta = head.meta
-            if head.extension:
-                extension = bytearray(head.extension)
-                yield memoryview(extension)
-                meta = bytes(extension)
-            key, tensors = wire.decode_meta(head, meta)
-            left, void = wire.SEGMENT, False
-            for tensor in tensors:
-                data = wire.view(tensor.data)
-                while len(data) and not void:
-                    if not left:
-                        yield mark
-                        left, void = wire.SEGMENT, mark == wire.VOID
-                        continue
-                    yield data[:left]
-                    data, left = data[left:], left - min(left, len(data))
-            if not void:
-                self.traffic.receive(self, head, key, tensors)
+            yield from self._frame(wire.decode_head(block), mark)
+
+    def _frame(self, head: wire.FrameHead, mark: memoryview) -> Generator[memoryview, None, None]:
+        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken."""
+        meta = head.meta
+        if head.extension:
+            extension = bytearray(head.extension)
+            yield memoryview(extension)
+            meta = bytes(extension)
+        key, tensors = wire.decode_meta(head, meta)
+        left, void = wire.SEGMENT, False
+        for tensor in tensors:
+            data = wire.view(tensor.data)
+            while len(data) and not void:
+                if not left:
+                    yield mark
+                    left, void = wire.SEGMENT, mark == wire.VOID
+                    continue
+                yield data[:left]
+                data, left = data[left:], left - min(left, len(data))
+        if not void:
+            self.traffic.receive(self, head, key, tensors)
 
     # -- the end -----------------------------------------------------------------------------------------
     def hang_up(self) -> None:
