@@ -361,6 +361,23 @@ def test_nothing_is_sent_after_the_end(ends: Ends) -> None:
     assert not ends.got
 
 
+def test_why_the_kernel_has_given_a_connection_up_is_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once, to who writes; who reads sees no more than an end then."""
+
+    def given_up(*arguments: object) -> int:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(ends.narrow, "sendmsg", given_up)
+    ends.receiver.send(1, wire.control(wire.ACK, 1, 1))
+    ends.sender.traffic = Incoming(lambda *frame: frames.append(frame))
+    frames: list[object] = []
+    ends.send(1, 1, None)
+    ends._other.close()
+    with pytest.raises(OSError, match="timed out"):
+        ends.sender.read()
+    assert len(frames) == 1, "what the other end has said at last counts"
+
+
 def test_nonsense_is_no_frame(ends: Ends) -> None:
     ends.narrow._real.send(b"\xff" * wire.HEAD)
     with pytest.raises(Exception, match="not a message header"):

@@ -86,6 +86,7 @@ class Connection:
         self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
         self._ends: deque[int] = deque()  # where in them frames end that are not out
         self._blocked = False  # the kernel takes nothing now
+        self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
         self._first = self._last = 0  # of what is in the buffer
         self._parser = self._parse()
@@ -140,6 +141,7 @@ class Connection:
             except OSError as error:
                 # The connection is over. Whoever reads finds that too, after what the other end has said at last.
                 logger.info("writing to %s failed: %s", self.member, error)
+                self._failure = self._failure or error.with_traceback(None)  # whose frames keep what was sent
                 sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
                 self._ready.clear()
                 self._queue.clear()
@@ -200,7 +202,7 @@ class Connection:
                 except BlockingIOError:
                     return
                 if not count:
-                    raise ConnectionError("closed by the peer")
+                    raise self._failure or ConnectionError("closed by the peer")
                 budget -= count
                 if direct:
                     self._target = self._target[count:]
