@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
+import os
 import random
+import re
 import select
 import socket
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -15,9 +19,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.comm import connection as module
+from bamboo_ds.comm import hub as hub_module
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.lifetime import Lifetime
+from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
+from bamboo_ds.errors import PeerLost
 
 from .support.hubs import Hubs, Inbox
 
@@ -185,6 +193,36 @@ def test_frames_in_pieces_of_any_size(seed: int, segment: int) -> None:
             ends.close()
 
 
+def test_what_has_been_taken_is_kept_no_longer(ends: Ends) -> None:
+    """By the connection, which may have nothing more to read for as long as an optimizer steps."""
+    arrived: list[weakref.ref[torch.Tensor]] = []
+
+    def take(connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        arrived.extend(weakref.ref(each.data) for each in tensors)
+
+    ends.receiver.traffic = Incoming(take)
+    ends.send(1, 1, (filled(10), filled(3 * wire.SEGMENT)))
+    ends.pump()
+    assert [each() for each in arrived] == [None, None]
+
+
+@pytest.mark.parametrize("at_most", [1, 1000, 5 * wire.HEAD, 20 * wire.HEAD])
+def test_one_look_leaves_nothing_that_the_kernel_tells_nothing_of(
+    ends: Ends, monkeypatch: pytest.MonkeyPatch, at_most: int
+) -> None:
+    """However little is read in one turn: a frame waits in the kernel, or it has been taken."""
+    monkeypatch.setattr(module, "_READ_AT_MOST", at_most)
+    poll = select.poll()
+    poll.register(ends._other, select.POLLIN)
+    for sequence in range(20):
+        ends.send(1, sequence, filled(1000) if sequence == 3 else None)
+    looks = 0
+    while poll.poll(0):
+        ends.receiver.read()
+        looks += 1
+    assert [found[2] for found in ends.got] == list(range(20)) and looks < 20
+
+
 # -- epochs in it ---------------------------------------------------------------------------------------------
 #: Bytes of data between two marks, and that are made ready: small, so that every byte of a frame can be a cut.
 SEGMENT, READY = 40, 30
@@ -323,6 +361,23 @@ def test_nothing_is_sent_after_the_end(ends: Ends) -> None:
     assert not ends.got
 
 
+def test_why_the_kernel_has_given_a_connection_up_is_told(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It says so once, to who writes; who reads sees no more than an end then."""
+
+    def given_up(*arguments: object) -> int:
+        raise OSError(errno.ETIMEDOUT, os.strerror(errno.ETIMEDOUT))
+
+    monkeypatch.setattr(ends.narrow, "sendmsg", given_up)
+    ends.receiver.send(1, wire.control(wire.ACK, 1, 1))
+    ends.sender.traffic = Incoming(lambda *frame: frames.append(frame))
+    frames: list[object] = []
+    ends.send(1, 1, None)
+    ends._other.close()
+    with pytest.raises(OSError, match="timed out"):
+        ends.sender.read()
+    assert len(frames) == 1, "what the other end has said at last counts"
+
+
 def test_nonsense_is_no_frame(ends: Ends) -> None:
     ends.narrow._real.send(b"\xff" * wire.HEAD)
     with pytest.raises(Exception, match="not a message header"):
@@ -439,6 +494,37 @@ def test_a_member_that_dies_between_epochs_is_found_by_the_next(hubs: Hubs) -> N
     second.wait(lambda: bool(second.lost))
     assert second.lost[0][0] == "b" and "connecting failed" in second.lost[0][1]
     assert hubs["a"].known("b") is None
+
+
+@pytest.mark.parametrize(
+    ("place", "why"), [("255.255.255.255 80 token", "unreachable|denied"), ("127.0.0.1 1 token", "refused")]
+)
+def test_why_there_is_no_way_to_a_member_is_told(hubs: Hubs, place: str, why: str) -> None:
+    """Also where the kernel knows at once."""
+    inbox = Inbox(hubs["a"], 1)
+    hubs["a"].reach("b", place)
+    inbox.wait(lambda: bool(inbox.lost))
+    assert re.search(f"connecting failed: .*{why}", inbox.lost[0][1]), inbox.lost
+
+
+def test_a_member_that_cannot_be_called_is_lost(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For this member at least: a script knows nothing of descriptors, and the others can go on."""
+    accused: list[tuple[str | None, str]] = []
+    ended: list[PeerLost | None] = []
+    life = Lifetime(1, lambda member, reason: accused.append((member, reason)))
+    links = Links(life, hubs["a"], ("a", "b"), "a", hubs.places, end=lambda reason, loss: ended.append(loss))
+    links.enter()
+
+    def none_left(*arguments: object) -> None:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(hub_module, "only_here", none_left)
+        for _ in range(2):
+            with pytest.raises(PeerLost, match=r"towards b: connecting failed: .*Too many open files"):
+                links.send("b", b"key", 1, None)
+    assert [member for member, _ in accused] == ["b"]
+    assert [loss.member for loss in ended if loss is not None] == ["b"] and len(ended) == 1
 
 
 def test_a_member_without_part_in_the_job_is_dropped(hubs: Hubs) -> None:

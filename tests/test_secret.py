@@ -403,7 +403,8 @@ class Street:
         """Until nothing is to be done; those who have proven themselves."""
         while ready := self._loop._epoll.poll(0.0):
             for descriptor, events in ready:
-                self._loop._handlers.get(descriptor, lambda _: None)(events)
+                handler, _ = self._loop._handlers.get(descriptor, (lambda _: None, 0))
+                handler(events)
         found, self._found = self._found, []
         return found
 

@@ -179,12 +179,42 @@ def test_who_has_not_come_is_told_by_those_who_wait_for_it_alone() -> None:
     together.hubs.close()
 
 
+def test_each_hears_of_all_others_by_one_neighbour() -> None:
+    for count in range(1, 41):
+        for fan_out in (None, 1, 2, count):
+            for name, tree in trees(count, fan_out).items():
+                neighbours = [each for each in (tree.parent, *tree.children) if each is not None]
+                heard = [[each, *tree.beyond(each)] for each in neighbours]
+                assert sorted(sum(heard, [name])) == sorted(f"m{number}" for number in range(count))
+    assert trees(14, None)["m1"].beyond("m0") == ["m2", "m3", "m4", *(f"m{number}" for number in range(9, 14))]
+    assert trees(14, None)["m0"].beyond("m2") == ["m9", "m10", "m11", "m12"]
+
+
 def test_a_round_that_is_not_met_names_who_is_missing() -> None:
     together = Together(3, 60.0)
     here = ["m0", "m2"]
     for name in here:
         together.links[name].enter()
-    with pytest.raises(NotMet, match="m1") as error:
+    with pytest.raises(NotMet, match=r"in a test for m1, m2$") as error:
         together.links["m0"].meet("a test", b"x", list(together.hubs), timedelta(seconds=0.05))
     assert list(error.value.members) == ["m1", "m2"]
+    together.hubs.close()
+
+
+def test_who_waits_for_others_is_not_accused_alone() -> None:
+    """``m5`` has not come: ``m1`` waits for it, as ``m0`` does without knowing."""
+    together = Together(15, 60.0)
+    limits = {"m0": 0.2, "m1": 0.3, "m2": 0.4}
+    for name in limits:
+        together.links[name].enter()
+
+    def meet(name: str) -> str:
+        with pytest.raises(NotMet) as error:
+            together.links[name].meet("a test", b"x", list(together.hubs), timedelta(seconds=limits[name]))
+        return str(error.value).partition(" in a test for ")[2]
+
+    with ThreadPoolExecutor(len(limits)) as pool:
+        told = dict(zip(limits, pool.map(meet, limits), strict=True))
+    assert "m1 (or for m5, m6, m7, m8, for whom it may wait), m2 (or for m9" in told["m0"]
+    assert told["m1"] == "m5, m6, m7, m8" and told["m2"] == "m9, m10, m11, m12"
     together.hubs.close()

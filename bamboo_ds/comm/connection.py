@@ -86,6 +86,7 @@ class Connection:
         self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
         self._ends: deque[int] = deque()  # where in them frames end that are not out
         self._blocked = False  # the kernel takes nothing now
+        self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
         self._first = self._last = 0  # of what is in the buffer
         self._parser = self._parse()
@@ -140,6 +141,7 @@ class Connection:
             except OSError as error:
                 # The connection is over. Whoever reads finds that too, after what the other end has said at last.
                 logger.info("writing to %s failed: %s", self.member, error)
+                self._failure = self._failure or error.with_traceback(None)  # whose frames keep what was sent
                 sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
                 self._ready.clear()
                 self._queue.clear()
@@ -180,25 +182,27 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take what has arrived, or some MiB of it. Hold :attr:`reading`.
+        """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
             OSError: the connection has ended.
             Exception: the other end does not keep to the form of frames.
         """
         budget = _READ_AT_MOST
-        while budget > 0:
+        while True:
             while len(self._target):
                 if self._first < self._last:
                     self._take_from_buffer()
                     continue
+                if budget <= 0:
+                    return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
                 direct = len(self._target) >= _BUFFER
                 try:
                     count = self.socket.recv_into(self._target if direct else self._buffer)
                 except BlockingIOError:
                     return
                 if not count:
-                    raise ConnectionError("closed by the peer")
+                    raise self._failure or ConnectionError("closed by the peer")
                 budget -= count
                 if direct:
                     self._target = self._target[count:]
@@ -216,25 +220,28 @@ class Connection:
         block, mark = memoryview(bytearray(wire.HEAD)), memoryview(bytearray(1))
         while True:
             yield block
-            head = wire.decode_head(block)
-            meta = head.meta
-            if head.extension:
-                extension = bytearray(head.extension)
-                yield memoryview(extension)
-                meta = bytes(extension)
-            key, tensors = wire.decode_meta(head, meta)
-            left, void = wire.SEGMENT, False
-            for tensor in tensors:
-                data = wire.view(tensor.data)
-                while len(data) and not void:
-                    if not left:
-                        yield mark
-                        left, void = wire.SEGMENT, mark == wire.VOID
-                        continue
-                    yield data[:left]
-                    data, left = data[left:], left - min(left, len(data))
-            if not void:
-                self.traffic.receive(self, head, key, tensors)
+            yield from self._frame(wire.decode_head(block), mark)
+
+    def _frame(self, head: wire.FrameHead, mark: memoryview) -> Generator[memoryview, None, None]:
+        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken."""
+        meta = head.meta
+        if head.extension:
+            extension = bytearray(head.extension)
+            yield memoryview(extension)
+            meta = bytes(extension)
+        key, tensors = wire.decode_meta(head, meta)
+        left, void = wire.SEGMENT, False
+        for tensor in tensors:
+            data = wire.view(tensor.data)
+            while len(data) and not void:
+                if not left:
+                    yield mark
+                    left, void = wire.SEGMENT, mark == wire.VOID
+                    continue
+                yield data[:left]
+                data, left = data[left:], left - min(left, len(data))
+        if not void:
+            self.traffic.receive(self, head, key, tensors)
 
     # -- the end -----------------------------------------------------------------------------------------
     def hang_up(self) -> None:

@@ -8,6 +8,7 @@ connections of their own (:mod:`.bulk`), whose end is no loss of a member.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
@@ -169,20 +170,24 @@ class Hub:
         opened = only_here(socket.socket(family, socket.SOCK_STREAM))
         opened.setblocking(False)
         connection = self._made(member, opened, traffic)
-        opened.connect_ex(name)  # what is wrong shows when it is ready
+        at_once = opened.connect_ex(name)  # else what is wrong shows when it is ready
         self._calls[connection] = time.monotonic() + self._silence_s
-        self._loop.watch(opened, select.EPOLLOUT, lambda _: self._introduce(connection, host.token))
+        self._loop.watch(opened, select.EPOLLOUT, lambda _: self._introduce(connection, host.token, at_once))
         self._loop.wake()
         return connection
 
-    def _introduce(self, connection: Connection, token: str) -> None:
-        """The other end may be there: begin to prove ourselves."""
+    def _introduce(self, connection: Connection, token: str, at_once: int) -> None:
+        """The other end may be there, unless an error has shown at once: begin to prove ourselves."""
         if connection.ended:
             return  # it has been dropped meanwhile
         self._calls.pop(connection, None)
         opened = connection.socket
-        error = opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         try:
+            error = (
+                at_once
+                if at_once not in (0, errno.EINPROGRESS)
+                else opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+            )
             if error:
                 raise OSError(error, os.strerror(error))
             sockets.watch_silence(opened, self._silence_s)

@@ -32,6 +32,8 @@ Service = Callable[[PeerMessage], None]
 
 #: Children of a member.
 FAN_OUT = 4
+#: Members that a message names where any of them may be meant.
+_NAMED = 8
 
 
 class Tree:
@@ -47,8 +49,21 @@ class Tree:
 
     def __init__(self, members: Sequence[str], member: str, fan_out: int | None = None) -> None:
         width, own = FAN_OUT if fan_out is None else max(1, fan_out), members.index(member)
+        self._members, self._width, self._own = members, width, member
         self.parent = None if own == 0 else members[(own - 1) // width]
-        self.children = tuple(members[own * width + 1 : own * width + 1 + width])
+        self.children = self._below(own)
+
+    def _below(self, place: int) -> tuple[str, ...]:
+        return tuple(self._members[place * self._width + 1 : (place + 1) * self._width + 1])
+
+    def beyond(self, neighbour: str) -> list[str]:
+        """The members of whom this one hears by ``neighbour``, its parent or one of its children."""
+        below = list(self.children if neighbour == self.parent else [neighbour])
+        for each in below:  # which grows meanwhile
+            below += self._below(self._members.index(each))
+        if neighbour != self.parent:
+            return below[1:]
+        return [each for each in self._members if each not in (*below, neighbour, self._own)]
 
 
 class Ticket(NamedTuple):
@@ -181,7 +196,13 @@ class Links:
     def _send(self, member: str, frame: wire.Segments) -> Ticket:
         self.life.check("send")
         self._check(member)
-        connection = self._hub.reach(member, self._places[member])
+        try:
+            connection = self._hub.reach(member, self._places[member])
+        except OSError as error:  # no descriptor is left, say
+            self.failed(member, f"connecting failed: {error}")
+            self.life.check("send")
+            self._check(member)
+            raise
         return Ticket(connection, connection.send(self.number, frame))
 
     def _check(self, member: str) -> None:
@@ -334,25 +355,32 @@ class Links:
         up, down = key + b"/up", key + b"/down"
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         if tree.children:
-            found = self._collect(operation, up, tree.children, deadline, timeout)
+            found = self._collect(operation, up, tree, tree.children, deadline, timeout)
             payload = merge([payload, *found])
         if tree.parent is not None:
             self.send(tree.parent, up, 0, payload)
-            (payload,) = self._collect(operation, down, [tree.parent], deadline, timeout)
+            (payload,) = self._collect(operation, down, tree, [tree.parent], deadline, timeout)
         for child in tree.children:
             self.send(child, down, 0, payload)
         return payload
 
     def _collect(
-        self, operation: str, key: bytes, members: Sequence[str], deadline: float | None, timeout: timedelta | None
+        self,
+        operation: str,
+        key: bytes,
+        tree: Tree,
+        members: Sequence[str],
+        deadline: float | None,
+        timeout: timedelta | None,
     ) -> list[wire.Payload]:
-        """What each of ``members`` sends for ``key``, in their order."""
+        """What each of ``members``, neighbours in ``tree``, sends for ``key``, in their order."""
         with self.changed:
             inbox = self.inbox(key)
             for member in members:
                 missing = self._await_from(operation, inbox, member, members, deadline)
                 if missing:
-                    raise NotMet(f"Timed out waiting {timeout} for {', '.join(missing)} in {operation}", missing)
+                    who = ", ".join(_with_those_beyond(tree, each) for each in missing)
+                    raise NotMet(f"Timed out waiting {timeout} in {operation} for {who}", missing)
             found = {message.source: message for message in inbox}
             del self._inbox[key]
         return [found[member].payload() for member in members]
@@ -398,3 +426,10 @@ def _has_read(connection: Connection, number: int) -> bool:
 
 def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:
     return any(message.source == member for message in inbox)
+
+
+def _with_those_beyond(tree: Tree, neighbour: str) -> str:
+    """``neighbour`` in words: it may have come, and wait itself for others of whom this member hears by it."""
+    beyond = tree.beyond(neighbour)
+    more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
+    return f"{neighbour} (or for {', '.join(beyond[:_NAMED])}{more}, for whom it may wait)" if beyond else neighbour

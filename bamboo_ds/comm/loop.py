@@ -8,11 +8,15 @@ import select
 import socket
 import threading
 from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
 
 logger = logging.getLogger(__name__)
 
 #: What is called with the events of a socket that is ready, as ``select.epoll`` has them.
 Handler = Callable[[int], None]
+
+_T = TypeVar("_T")
 
 
 class SocketLoop:
@@ -20,12 +24,13 @@ class SocketLoop:
 
     def __init__(self) -> None:
         self._epoll = select.epoll()
-        self._handlers: dict[int, Handler] = {}
+        self._turns = 0
+        self._handlers: dict[int, tuple[Handler, int]] = {}  # by descriptor, and the turn in which it was given
         #: Asked before each wait: seconds after which they want to be asked again; ``None``: whenever.
         self.timers: list[Callable[[], float | None]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._closing = False
+        self._closing = self._failed = False
         self._thread = threading.Thread(target=self._run, name="bamboo-wire", daemon=True)
 
     def start(self) -> None:
@@ -34,7 +39,7 @@ class SocketLoop:
 
     def watch(self, watched: socket.socket, events: int, handler: Handler) -> None:
         """Call ``handler`` when ``watched`` is ready."""
-        self._handlers[watched.fileno()] = handler
+        self._handlers[watched.fileno()] = handler, self._turns
         self._epoll.register(watched, events)
 
     def change(self, watched: socket.socket, events: int) -> None:
@@ -63,15 +68,23 @@ class SocketLoop:
 
     def _run(self) -> None:
         while not self._closing:
-            try:
-                self._turn()
-            except Exception:  # a defect here; other connections must go on
-                logger.exception("a socket's handler failed")
+            waits = [seconds for timer in self.timers if (seconds := self._guarded(timer)) is not None]
+            self._turns += 1
+            for descriptor, events in self._epoll.poll(max(0.0, min(waits)) if waits else None):
+                if descriptor == self._wake:
+                    os.eventfd_read(self._wake)
+                    continue
+                handler, since = self._handlers.get(descriptor, (None, 0))
+                # What is younger than this turn has a number that was another's, whose event it may be; its own ones
+                # come again. What is not there has just been forgotten.
+                if handler is not None and since < self._turns:
+                    self._guarded(partial(handler, events))
 
-    def _turn(self) -> None:
-        waits = [seconds for timer in self.timers if (seconds := timer()) is not None]
-        for descriptor, events in self._epoll.poll(max(0.0, min(waits)) if waits else None):
-            if descriptor == self._wake:
-                os.eventfd_read(self._wake)
-            elif (handler := self._handlers.get(descriptor)) is not None:  # else it has just been forgotten
-                handler(events)
+    def _guarded(self, call: Callable[[], _T]) -> _T | None:
+        """What ``call`` returns; ``None`` if there is a defect in it: all else must go on."""
+        try:
+            return call()
+        except Exception:
+            logger.log(logging.DEBUG if self._failed else logging.ERROR, "a socket's handler failed", exc_info=True)
+            self._failed = True  # it may do so for ever, and must not fill the log
+            return None
