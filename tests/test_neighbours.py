@@ -13,6 +13,7 @@ import pytest
 
 from bamboo_ds.control.agent.neighbours import Neighbours, report_dead_agent, watched_by
 from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberRecord
 from bamboo_ds.processes import process_space, started
 from bamboo_ds.store.client import Store
@@ -104,6 +105,25 @@ def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
         far = agent(one.pid, space="another kernel")
     follow(neighbours, far)
     assert not neighbours.dead and not neighbours.pidfds
+
+
+@pytest.mark.integration
+def test_all_are_told_of_that_die_together(store: Store, neighbours: Neighbours) -> None:
+    """Those that are reported make room for the next ones at once, not when their leases run out."""
+    with process() as one:
+        dead = [agent(one.pid, f"m{n}-x") for n in range(3, 8)]
+    for record in dead:
+        for key in (Keys.member(record.id), Keys.host(record.process_space, record.id)):
+            store.put(key, record.to_json())
+    told = set()
+    for _ in dead:
+        neighbours.follow(me(), Mirror(store.get_prefix(Keys.host(process_space()))).on_host)
+        for record, at in neighbours.dead.values():
+            report_dead_agent(store, record, at, "agent died")
+            told.add(record.id)
+        neighbours.dead.clear()
+    assert told == {record.id for record in dead}
+    assert store.get_prefix("").entries.keys() == {Keys.left(record.id) for record in dead}
 
 
 def test_everybody_who_has_joined_is_watched() -> None:

@@ -43,7 +43,8 @@ def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: s
         boot=boot_id(),
     )
     store.create(Keys.left(record.id), departure.to_json())
-    store.delete(key)
+    # Those of its host watch others in its place.
+    store.delete_keys([key, Keys.host(record.process_space, record.id)])
     now = Mirror(store.get_prefix(Keys.LEADER))
     if now.leader == record.id:
         store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))
