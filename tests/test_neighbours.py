@@ -6,8 +6,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -15,6 +17,8 @@ from bamboo_ds.control.agent.neighbours import Neighbours, report_dead_agent, wa
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberRecord
+from bamboo_ds.launchers import joined
+from bamboo_ds.launchers.slots import Slots
 from bamboo_ds.processes import process_space, started
 from bamboo_ds.store.client import Store
 
@@ -105,6 +109,30 @@ def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
         far = agent(one.pid, space="another kernel")
     follow(neighbours, far)
     assert not neighbours.dead and not neighbours.pidfds
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_the_leadership_of_one_ends_that_died_before_its_lease_did(
+    store: Store, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    """It had said good-bye, and so removed its record; its launcher, or a neighbour, finds it dead."""
+    record = agent(1).model_copy(update={"joiner": not launched})
+    kept = {
+        Keys.known(record.id): record.to_json(),
+        Keys.left(record.id): left(record.id, 5, "finished").to_json(),
+    }
+    for key in (Keys.LEADER, Keys.host(record.process_space, record.id)):
+        store.put(key, (record if key != Keys.LEADER else LeaderRecord(id=record.id)).to_json())
+    store.put_all(kept, [Keys.member(record.id)])
+    if launched:
+        monkeypatch.setattr(joined, "launchers_store", lambda *_: nullcontext(store))
+        launcher: Any = Slots.__new__(Slots)
+        launcher._options = SimpleNamespace(address=record.address)
+        died: Any = SimpleNamespace(slot=5, process=SimpleNamespace(pid=record.agent_pid, returncode=-9))
+        launcher._report_dead_agent(died)
+    else:
+        report_dead_agent(store, record, 12.5, "agent died")
+    assert {key: entry.value for key, entry in store.get_prefix("").entries.items()} == kept
 
 
 @pytest.mark.integration
