@@ -395,6 +395,35 @@ def test_a_forged_request_to_stop_holds_no_other_one_up(etcd: EtcdServer) -> Non
             assert member.stops.get(timeout=DEADLINE_S).code == 7
 
 
+def test_the_end_of_the_job_outlives_an_outage_in_which_the_member_departs(etcd: EtcdServer) -> None:
+    """Its worker has failed, and was killed before etcd answered again: its departure does not say so any more."""
+
+    class Away(Store):
+        refused = 0
+
+        def compare_and_swap(self, key: str, *args: Any, **more: Any) -> bool:
+            if key == Keys.STOP and not self.refused:
+                self.refused += 1
+                raise StoreUnavailable("etcd is away")
+            return super().compare_and_swap(key, *args, **more)
+
+    namespace = new_namespace()
+    store = Away([etcd.url], namespace=namespace)
+    with Store([etcd.url], namespace=namespace) as mine:
+        member = Member(store, "a")
+        member.held.clear()
+        write(mine, 1)
+        with member:
+            member.sees(1)
+            member.coordinator.write(Keys.STOP, StopRecord(code=7, reason="failed", by="a"))
+            member.coordinator.leave(left("a"))
+            member.held.set()
+            assert member.told.get(timeout=DEADLINE_S) == "ended"
+        stop = mine.get(Keys.STOP)
+        assert store.refused == 1 and stop is not None and StopRecord.from_json(stop.value).code == 7
+        assert mine.get(Keys.left("a")) is not None
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServer, registered: bool) -> None:
     """Its job may have ended with its etcd. One that takes part trains on."""

@@ -304,16 +304,30 @@ def test_single_accuser_needs_a_silent_agent() -> None:
     assert one.decide(view, 100.0) == Wait(100.0 + SETTLE_S)
     assert one.decide(view, 100.0 + SETTLE_S) == Ask(("b",))
     view = replace(view, asked={"b": HealthRequest(id="b", epoch=2)})
-    assert one.decide(view, 100.0 + SETTLE_S) == Wait(100.0 + PATIENCE_S)
-    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
+    assert one.decide(view, 100.0 + SETTLE_S) == Wait(100.0 + SETTLE_S + PATIENCE_S)
+    action = decided(WritePlan, one, view, 100.0 + SETTLE_S + PATIENCE_S)
     assert action.plan.lost == ("b",)
+
+
+def test_nobody_is_dropped_at_the_word_of_one_before_it_was_asked() -> None:
+    """Also where a loss waits longer for companions than an accused member has for its reply."""
+    one = deciding(2 * PATIENCE_S, PATIENCE_S)
+    view, now = replace(all_well(), suspicions=suspicions(("a", "b"))), 100.0
+    while isinstance(action := one.decide(view, now), Wait):
+        assert action.until is not None
+        now = action.until
+    assert action == Ask(("b",))
+    view = replace(view, asked={"b": HealthRequest(id="b", epoch=2)})
+    assert one.decide(view, now) == Wait(now + PATIENCE_S), "it has all its time"
+    view = replace(view, healthy=well("b"))
+    assert decided(WritePlan, one, view, now + PATIENCE_S).plan == replace(SECOND, epoch=3)
 
 
 def test_vouched_member_stays_and_connections_are_made_anew() -> None:
     one = decider()
     view = replace(all_well(), suspicions=suspicions(("a", "b")), healthy=well("b"))
     one.decide(view, 100.0)
-    action = decided(WritePlan, one, view, 100.0 + PATIENCE_S)
+    action = decided(WritePlan, one, view, 100.0 + SETTLE_S + PATIENCE_S)
     assert action.plan == replace(SECOND, epoch=3)
     assert not action.losses
 

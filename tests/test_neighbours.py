@@ -6,14 +6,19 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from multiprocessing.connection import wait
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from bamboo_ds.control.agent.neighbours import Neighbours, report_dead_agent, watched_by
 from bamboo_ds.control.registry.keys import Keys
+from bamboo_ds.control.registry.mirror import Mirror
 from bamboo_ds.control.registry.records import LeaderRecord, LeftRecord, MemberRecord
+from bamboo_ds.launchers import joined
+from bamboo_ds.launchers.slots import Slots
 from bamboo_ds.processes import process_space, started
 from bamboo_ds.store.client import Store
 
@@ -104,6 +109,49 @@ def test_processes_elsewhere_are_not_judged(neighbours: Neighbours) -> None:
         far = agent(one.pid, space="another kernel")
     follow(neighbours, far)
     assert not neighbours.dead and not neighbours.pidfds
+
+
+@pytest.mark.parametrize("launched", [True, False])
+def test_the_leadership_of_one_ends_that_died_before_its_lease_did(
+    store: Store, monkeypatch: pytest.MonkeyPatch, launched: bool
+) -> None:
+    """It had said good-bye, and so removed its record; its launcher, or a neighbour, finds it dead."""
+    record = agent(1).model_copy(update={"joiner": not launched})
+    kept = {
+        Keys.known(record.id): record.to_json(),
+        Keys.left(record.id): left(record.id, 5, "finished").to_json(),
+    }
+    for key in (Keys.LEADER, Keys.host(record.process_space, record.id)):
+        store.put(key, (record if key != Keys.LEADER else LeaderRecord(id=record.id)).to_json())
+    store.put_all(kept, [Keys.member(record.id)])
+    if launched:
+        monkeypatch.setattr(joined, "launchers_store", lambda *_: nullcontext(store))
+        launcher: Any = Slots.__new__(Slots)
+        launcher._options = SimpleNamespace(address=record.address)
+        died: Any = SimpleNamespace(slot=5, process=SimpleNamespace(pid=record.agent_pid, returncode=-9))
+        launcher._report_dead_agent(died)
+    else:
+        report_dead_agent(store, record, 12.5, "agent died")
+    assert {key: entry.value for key, entry in store.get_prefix("").entries.items()} == kept
+
+
+@pytest.mark.integration
+def test_all_are_told_of_that_die_together(store: Store, neighbours: Neighbours) -> None:
+    """Those that are reported make room for the next ones at once, not when their leases run out."""
+    with process() as one:
+        dead = [agent(one.pid, f"m{n}-x") for n in range(3, 8)]
+    for record in dead:
+        for key in (Keys.member(record.id), Keys.host(record.process_space, record.id)):
+            store.put(key, record.to_json())
+    told = set()
+    for _ in dead:
+        neighbours.follow(me(), Mirror(store.get_prefix(Keys.host(process_space()))).on_host)
+        for record, at in neighbours.dead.values():
+            report_dead_agent(store, record, at, "agent died")
+            told.add(record.id)
+        neighbours.dead.clear()
+    assert told == {record.id for record in dead}
+    assert store.get_prefix("").entries.keys() == {Keys.left(record.id) for record in dead}
 
 
 def test_everybody_who_has_joined_is_watched() -> None:

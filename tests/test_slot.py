@@ -240,4 +240,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert it.state is State.ENDED and it.next is None
-    assert "the bamboo_ds of this member reads 4 at most" in caplog.text
+    assert "the bamboo_ds of this member reads 4: " in caplog.text

@@ -270,7 +270,7 @@ class Slots:
         died = time.monotonic()
         try:
             with joined.launchers_store(self._options, _STORE_TIMEOUT_S) as store:
-                for member in Mirror(store.get_prefix(Keys.MEMBERS)).members.values():
+                for member in Mirror(store.get_prefix(Keys.KNOWN, Keys.MEMBERS)).known.values():
                     # Not by its slot: an agent that has come back has got another one.
                     if member.address == self._options.address and member.agent_pid == agent.process.pid:
                         status = agent.process.returncode

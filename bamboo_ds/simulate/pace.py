@@ -13,7 +13,7 @@ from functools import cached_property, lru_cache
 from itertools import accumulate
 
 from ..config import RedundancyMode
-from ..schedule import Hosts, PartProgress, PassTimeline, RoleProgress, hosts, needed, not_begun, settle, timeline
+from ..schedule import Hosts, PartProgress, PassTimeline, RoleProgress, beginning, hosts, needed, settle, timeline
 from ..topology import BlockCosts, Layout, Plan, Role
 from ..topology.memory import StageMemory, StateBytes
 from ..topology.roles import MOST_BLOCKS
@@ -298,7 +298,7 @@ class Stretch:
 
     def __init__(self, pace: Pace, plan: Plan, progress: _Progress | None = None, committing: bool = False) -> None:
         self._pace, self.plan = pace, plan
-        self.progress = progress or {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        self.progress = progress or beginning(plan)
         self._groups = [] if committing else pace.groups(plan, self.progress)
         self._passes_s = max((pace.played(group).seconds for group in self._groups), default=0.0)
         self._gradients_s, self._update_s = pace.epilogue(plan)

@@ -420,7 +420,8 @@ class Coordinator:
         if stop is not None:
             self._pending[Keys.STOP] = stop
         if Keys.STOP in self._pending:
-            self._put(Keys.STOP, self._pending.pop(Keys.STOP))
+            self._put(Keys.STOP, self._pending[Keys.STOP])
+            del self._pending[Keys.STOP]
         if departure is not None and self.superseded:
             departure = departure.model_copy(update={"outcome": "evicted", "code": 0})
         records: dict[str, Record] = {key: record for key, record in self._pending.items() if key != own}

@@ -23,27 +23,29 @@ _WATCHED = 2
 
 
 def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: str) -> None:
-    """Tell the leader of a member whose agent cannot. Does nothing if the agent has said good-bye, or others have.
+    """Tell the leader of a member whose agent cannot, unless the agent has said good-bye, or others have told.
+
+    What it leaves under its lease is removed in any case, the leadership among it.
 
     Args:
         died: monotonic seconds at which its death was seen.
         detail: what of it is known.
     """
     key = Keys.member(record.id)
-    if store.get(key) is None:
-        return
-    departure = LeftRecord(
-        id=record.id,
-        slot=record.slot,
-        outcome="lost",
-        reason="signal",
-        detail=detail,
-        code=EXIT_FATAL_LOSS,
-        since=died,
-        boot=boot_id(),
-    )
-    store.create(Keys.left(record.id), departure.to_json())
-    store.delete(key)
+    if store.get(key) is not None:
+        departure = LeftRecord(
+            id=record.id,
+            slot=record.slot,
+            outcome="lost",
+            reason="signal",
+            detail=detail,
+            code=EXIT_FATAL_LOSS,
+            since=died,
+            boot=boot_id(),
+        )
+        store.create(Keys.left(record.id), departure.to_json())
+    # Those of its host watch others in its place.
+    store.delete_keys([key, Keys.host(record.process_space, record.id)])
     now = Mirror(store.get_prefix(Keys.LEADER))
     if now.leader == record.id:
         store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))

@@ -33,12 +33,11 @@ class Decider:
 
     Args:
         settings: the job's, as far as they are known; those in the view are newer. For ``membership.settle_ms`` a loss
-            waits for companions, because preemptions come in bulk, and accusations for a better explanation. For half
-            of ``membership.lease_ttl_s`` a single accusation waits for a health reply of the accused's agent, which is
-        asked. Without a
-            reply the accused is dropped. With one, both are right and the connection between them is at fault: a new
-            epoch with the same members rebuilds it. If they cannot reach each other then either, one of them is
-            dropped.
+            waits for companions, because preemptions come in bulk, and accusations for a better explanation. Then the
+            agent of a member that only one accuses is asked, and has half of ``membership.lease_ttl_s`` for its reply.
+            Without a reply the accused is dropped. With one, both are right and the connection between them is at
+            fault: a new epoch with the same members rebuilds it. If they cannot reach each other then either, one of
+            them is dropped.
         limits: of a restart.
     """
 
@@ -216,15 +215,15 @@ class Decider:
             by = sorted(accusers[accused])
             several, replied = len(by) > 1, _told_in(plan.epoch, view.healthy.get(accused))
             noticed = self._first_seen("accused twice" if several else "accused", plan.epoch, accused, now)
-            due = noticed + (self._settle_s if several else self._reply_timeout_s)
-            if now < due:
-                wake.append(due)
-                if several or replied or _told_in(plan.epoch, view.asked.get(accused)):
-                    continue
-                if now >= noticed + self._settle_s:
+            settled = noticed + self._settle_s
+            due = settled if several else settled + self._reply_timeout_s
+            if now < settled:  # others may be about to accuse it, too; then no word of it is needed
+                wake.append(settled)
+            elif now < due:
+                if replied or _told_in(plan.epoch, view.asked.get(accused)):
+                    wake.append(due)
+                else:
                     unasked.append(accused)
-                else:  # others may be about to accuse it, too; then no word of it is needed
-                    wake.append(noticed + self._settle_s)
             elif several or not replied:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:

@@ -260,11 +260,11 @@ def read_plan(entry: KeyValue) -> Plan:
         )
     try:
         version = _Version.model_validate_json(entry.value).number
-        if version <= plans.SCHEMA:
+        if version == plans.SCHEMA:
             return Plan.from_json(entry.value)
     except ValidationError as error:
         raise ProtocolError(f"the plan in etcd cannot be read: {faults_of(error)}") from error
     raise ProtocolError(
-        f"the plan in etcd has version {version}, but the bamboo_ds of this member reads {plans.SCHEMA} at most: all "
-        "members of a job need the same version of the package"
+        f"the plan in etcd has version {version}, but the bamboo_ds of this member reads {plans.SCHEMA}: all members "
+        "of a job need the same version of the package"
     )

@@ -12,11 +12,12 @@ from .records import LeftRecord, MemberRecord, in_slot_order, newest
 def overview(mirror: Mirror) -> Overview:
     """The job as its keys have it."""
     plan, progress = mirror.plan, mirror.progress
+    listed = set() if plan is None else set(plan.members)
     members = [
         MemberView(
             id=member.id,
             slot=member.slot,
-            state=state_of(member, plan),
+            state=state_of(member, plan, member.id in listed),
             host=member.host,
             zone=member.zone or None,
             doing=progress[member.id].doing if member.id in progress else None,
@@ -60,13 +61,13 @@ def gone(mirror: Mirror) -> list[MemberView]:
     ]
 
 
-def state_of(member: MemberRecord, plan: Plan | None) -> str:
-    """What a registered member does, in a word."""
+def state_of(member: MemberRecord, plan: Plan | None, listed: bool) -> str:
+    """What a registered member does, in a word; ``listed``: ``plan`` lists it."""
     if member.state != "running":
         return member.state
     if plan is None:
         return "starting"
-    if member.id not in plan.members:
+    if not listed:
         return "evicted"
     return "running" if plan.layout else "building"
 
