@@ -11,6 +11,7 @@ import select
 import socket
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -25,7 +26,7 @@ from bamboo_ds.comm.connection import Connection
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
-from bamboo_ds.errors import PeerLost
+from bamboo_ds.errors import EpochChanged, PeerLost
 
 from .support.hubs import Hubs, Inbox
 
@@ -525,6 +526,38 @@ def test_a_member_that_cannot_be_called_is_lost(hubs: Hubs, monkeypatch: pytest.
                 links.send("b", b"key", 1, None)
     assert [member for member, _ in accused] == ["b"]
     assert [loss.member for loss in ended if loss is not None] == ["b"] and len(ended) == 1
+
+
+@pytest.mark.parametrize("told", [0, 1, 2])
+def test_an_epoch_that_ends_just_as_its_messages_are_asked_about_leaves_no_wait_behind(hubs: Hubs, told: int) -> None:
+    """The question has not gone out: in the next epoch it is put anew, however little there is to ask about."""
+    inboxes = [Inbox(hubs["b"], 1)]
+
+    def links_of(epoch: int) -> Links:
+        made = Links(Lifetime(epoch, lambda member, reason: None), hubs["a"], ("a", "b"), "a", hubs.places)
+        made.enter()
+        return made
+
+    first = links_of(1)
+    first.send("b", b"key", 0, None)
+    inboxes[0].wait(lambda: bool(inboxes[0].got))
+
+    def end(member: str) -> None:
+        first.life.abort("a test", lambda: hubs["a"].leave(1, True))
+
+    first._check = end  # type: ignore[method-assign]
+    with pytest.raises(EpochChanged, match="a test"):
+        first.flush()
+    inbox, second = Inbox(hubs["b"], 2), links_of(2)
+    for sequence in range(told):
+        second.send("b", b"key", sequence, None)
+    with ThreadPoolExecutor(1) as pool:
+        flushed = pool.submit(second.flush)
+        try:
+            flushed.result(10)
+        finally:
+            second.life.abort("the test is over")
+    inbox.wait(lambda: len(inbox.got) == told)
 
 
 def test_a_member_without_part_in_the_job_is_dropped(hubs: Hubs) -> None:

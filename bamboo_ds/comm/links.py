@@ -302,8 +302,9 @@ class Links:
             connection = self._hub.known(member)
             if connection is not None and connection.sent > connection.asked:
                 self._check(member)
-                connection.asked = sent = connection.sent + 1
+                sent = connection.sent + 1
                 self._send(member, wire.control(wire.FLUSH, sent, self.number))
+                connection.asked = sent  # not before: the next epoch would wait for the answer
             if connection is not None and connection.asked > connection.confirmed:
                 unsure.append((member, connection, connection.asked))
         with self.changed:
