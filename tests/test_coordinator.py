@@ -424,6 +424,29 @@ def test_the_end_of_the_job_outlives_an_outage_in_which_the_member_departs(etcd:
         assert mine.get(Keys.left("a")) is not None
 
 
+@pytest.mark.parametrize("outcome", ["lost", "finished"])
+def test_a_loss_is_one_write_and_who_has_finished_is_there_until_it_needs_etcd_no_more(
+    etcd: EtcdServer, outcome: str
+) -> None:
+    """A launcher ends the job's etcd as soon as no member is registered."""
+    there: list[bool] = []
+    namespace = new_namespace()
+    with Store([etcd.url], namespace=namespace) as mine, Member(Store([etcd.url], namespace=namespace), "a") as member:
+        write(mine, 1)
+        member.leader.steps.get(timeout=DEADLINE_S)
+        revoke = member.lease.revoke
+
+        def watched() -> None:
+            assert mine.get(Keys.left("a")) is not None
+            there.append(mine.get(Keys.member("a")) is not None)
+            revoke()
+
+        member.lease.revoke = watched  # type: ignore[method-assign]
+        member.coordinator.leave(left("a", outcome=outcome))
+        assert member.told.get(timeout=DEADLINE_S) == "ended"
+        assert there == [outcome == "finished"] and mine.get(Keys.member("a")) is None
+
+
 @pytest.mark.parametrize("registered", [True, False])
 def test_one_that_takes_no_part_gives_up_when_etcd_stays_away(own_etcd: EtcdServer, registered: bool) -> None:
     """Its job may have ended with its etcd. One that takes part trains on."""

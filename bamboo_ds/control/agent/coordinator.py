@@ -427,8 +427,9 @@ class Coordinator:
         records: dict[str, Record] = {key: record for key, record in self._pending.items() if key != own}
         if departure is not None:
             records[Keys.left(departure.id)] = departure
-        # In one write: a loss waits for each.
-        self._store.put_all({key: record.to_json() for key, record in records.items()}, [own])
+        # A loss waits for each write. Else the record goes with the lease: etcd may be ended when no member is there.
+        erase = [own] if departure is not None and departure.outcome == "lost" else []
+        self._store.put_all({key: record.to_json() for key, record in records.items()}, erase)
         self._pending.clear()
         if self._keeper.lease is not None:
             self._keeper.lease.revoke()
