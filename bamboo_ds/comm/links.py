@@ -281,13 +281,14 @@ class Links:
             connection = self._hub.known(member)
             if connection is not None and connection.sent > connection.asked:
                 self._check(member)
-                connection.asked = sent = connection.sent + 1
-                self._send(member, wire.control(wire.FLUSH, sent, self.number))
+                asked = connection.sent + 1
+                self._send(member, wire.control(wire.FLUSH, asked, self.number))
+                connection.asked = asked  # not before: the epoch may have ended meanwhile
             if connection is not None and connection.asked > connection.confirmed:
                 unsure.append((member, connection, connection.asked))
         with self.changed:
-            for member, connection, asked in unsure:
-                self.wait("flush", partial(_has_read, connection, asked), [member])
+            for member, connection, number in unsure:
+                self.wait("flush", partial(_has_read, connection, number), [member])
 
     # -- all together ------------------------------------------------------------------------------------
     def all_gather(
