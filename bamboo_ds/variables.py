@@ -24,6 +24,8 @@ ENV_CHECK_EXACT = "BAMBOO_CHECK_EXACT"
 # An agent sets these, and some of the above, for its worker.
 #: Who has it is none of another launcher's processes.
 ENV_MEMBER = "BAMBOO_MEMBER"
+#: The failure domain, if it is another one than the machine by its name.
+ENV_HOST = "BAMBOO_HOST"
 #: The worker's end of the channel.
 ENV_FD = "BAMBOO_CHANNEL_FD"
 #: The worker's listening socket and its token, see :class:`~bamboo_ds.comm.places.Listener`.

@@ -10,6 +10,7 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import median
@@ -60,9 +61,9 @@ def gloo(own: int, here: Connection) -> tuple[Send, Receive]:
     return lambda tensor: dist.send(tensor, 1 - own), lambda tensor: dist.recv(tensor, 1 - own)
 
 
-def transport(own: int, here: Connection) -> tuple[Send, Receive]:
-    """The project's."""
-    session = Session(NAMES[own], ADDRESS, timedelta(seconds=60), lambda member, reason: None)
+def transport(own: int, here: Connection, hosts: tuple[str, str]) -> tuple[Send, Receive]:
+    """The project's; members share memory if their hosts have one name."""
+    session = Session(NAMES[own], ADDRESS, timedelta(seconds=60), lambda member, reason: None, host=hosts[own])
     here.send(session.place)
     places = (session.place, here.recv()) if own == 0 else (here.recv(), session.place)
     session.attach(Plan(epoch=1, owners=NAMES, members=NAMES, places=places))
@@ -72,7 +73,13 @@ def transport(own: int, here: Connection) -> tuple[Send, Receive]:
     return lambda tensor: streams.send(out, next(sent), tensor), lambda tensor: streams.recv(back, next(got))
 
 
-WAYS = {"plain TCP": plain, "gloo": gloo, "transport": transport}
+STREAM, MEMORY = "transport, stream", "transport, shared memory"
+WAYS = {
+    "plain TCP": plain,
+    "gloo": gloo,
+    STREAM: partial(transport, hosts=("one", "other")),
+    MEMORY: partial(transport, hosts=("one", "one")),
+}
 
 
 def work(way: str, own: int, here: Connection, size: int, count: int, trips: int) -> None:
@@ -107,7 +114,7 @@ def measure(way: str, size: int, count: int, trips: int) -> tuple[float, float, 
         ends.append(context.Process(target=work, args=(way, own, there, size, count, trips)))
         ends[-1].start()
     first, second = (here for here, _ in pairs)
-    if way == "transport":
+    if way in (STREAM, MEMORY):
         place = first.recv()
         first.send(second.recv())
         second.send(place)

@@ -8,9 +8,8 @@ import os
 import random
 import re
 import select
-import socket
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,115 +27,18 @@ from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
 from bamboo_ds.errors import EpochChanged, PeerLost
 
+from .support.connections import Ends, Incoming, filled, same
 from .support.hubs import Hubs, Inbox
 
 pytestmark = pytest.mark.claim("design.md")
 
 
 # -- two connections, driven by hand --------------------------------------------------------------------------
-class Narrow:
-    """A socket of which the kernel takes so many bytes, and no more until it is told to."""
-
-    def __init__(self, real: socket.socket) -> None:
-        self._real = real
-        self.takes: int | None = None  # ``None``: what there is place for
-        self.taken = 0
-
-    def sendmsg(self, pieces: list[memoryview], *others: Any) -> int:
-        if self.takes is None:
-            count = self._real.sendmsg(pieces, *others)
-        else:
-            data = b"".join(pieces)[: self.takes]
-            if not data:
-                raise BlockingIOError
-            count = self._real.send(data, socket.MSG_NOSIGNAL)
-            self.takes -= count
-        self.taken += count
-        return count
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._real, name)
-
-
-class Incoming:
-    """Has frames taken by a function."""
-
-    purpose = "a test"
-
-    def __init__(self, take: Callable[..., None]) -> None:
-        self.receive = take
-
-    def opened(self, connection: Connection) -> None:
-        """Nothing happens."""
-
-    def closed(self, connection: Connection, reason: str | None) -> None:
-        """Nothing happens."""
-
-
-class Ends:
-    """Both ends of one connection.
-
-    Attributes:
-        got: epoch, key, sequence and payload of the frames that have arrived, in order.
-    """
-
-    def __init__(self) -> None:
-        one, other = socket.socketpair()
-        for end in (one, other):
-            end.setblocking(False)
-        self.narrow, self._other = Narrow(one), other
-        self.watched: list[int] = []
-        narrow: Any = self.narrow
-        deaf, hearing = (Incoming(each) for each in (self._refuse, self._take))
-        self.sender = Connection("b", narrow, deaf, self._note)
-        self.receiver = Connection("a", other, hearing, lambda connection: None)
-        self.sender.open = self.receiver.open = True
-        self.got: list[tuple[int, bytes, int, wire.Payload]] = []
-
-    def _note(self, connection: Connection) -> None:
-        self.watched.append(connection.interest)
-
-    def _refuse(self, *frame: object) -> None:
-        raise AssertionError(f"nothing is sent to this end: {frame}")
-
-    def _take(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
-        self.got.append((head.epoch, key, head.sequence, wire.assemble(head.structure, tensors)))
-
-    def send(self, epoch: int, sequence: int, payload: wire.Payload, key: bytes = b"key") -> int:
-        return self.sender.send(epoch, wire.encode(key, sequence, payload, epoch))
-
-    def pump(self) -> None:
-        """Until all is sent and read."""
-        while self.sender.written < self.sender.sent:
-            before = self.narrow.taken
-            self.receiver.read()
-            self.sender.flush()
-            assert self.narrow.taken > before, "nothing goes on"
-        self.receiver.read()
-
-    def close(self) -> None:
-        self.sender.end()
-        self.receiver.end()
-
-
 @pytest.fixture
 def ends() -> Iterator[Ends]:
     one = Ends()
     yield one
     one.close()
-
-
-def same(found: wire.Payload, sent: wire.Payload) -> bool:
-    if isinstance(sent, torch.Tensor):
-        return isinstance(found, torch.Tensor) and found.dtype == sent.dtype and torch.equal(found, sent)
-    if sent is None or found is None:
-        return sent is found
-    return isinstance(found, tuple) and len(found) == len(sent) and all(map(same, found, sent))
-
-
-def filled(size: int) -> torch.Tensor:
-    """Bytes that tell where they are."""
-    return (torch.arange(size, dtype=torch.int64) * 7 % 251).to(torch.uint8)
 
 
 @pytest.mark.parametrize("relative", [-1, 0, 1])
@@ -232,7 +134,9 @@ CUT = (filled(SEGMENT + 17), filled(SEGMENT + 11))
 
 
 def frame_size() -> int:
-    return sum(piece.nbytes for piece in itertools.chain(*wire.encode(b"key", 1, CUT, 1)))
+    """With a mark before each segment."""
+    head, *segments = wire.encode(b"key", 1, CUT, 1)
+    return sum(piece.nbytes for piece in itertools.chain(head, *segments)) + len(segments)
 
 
 @pytest.mark.parametrize("ready", [1, READY, 1 << 20])
@@ -241,7 +145,7 @@ def test_an_ended_epoch_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
     monkeypatch.setattr(module, "_READY", ready)
     size = frame_size()
-    last = sum(piece.nbytes for piece in wire.encode(b"key", 1, CUT, 1)[-1])
+    last = 1 + sum(piece.nbytes for piece in wire.encode(b"key", 1, CUT, 1)[-1])
     for cut in range(size + 1):
         ends = Ends()
         ends.narrow.takes = cut
@@ -260,7 +164,7 @@ def test_an_ended_epoch_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPat
         if ready < SEGMENT:
             # Only a frame whose last segment was ready goes out, and the other one never does.
             assert [found[2] for found in old] == ([1] if size - last - cut < ready else []), cut
-            sent_since = 3 * wire.HEAD + (100 + 2) + (sum(map(len, CUT)) + 2)
+            sent_since = 3 * wire.HEAD + (100 + 3) + (sum(map(len, CUT)) + 3)
             assert ends.narrow.taken <= cut + ready + wire.HEAD + SEGMENT + 1 + sent_since
         else:
             assert [found[2] for found in old] == [1, 2][: 1 + (cut == size)]
@@ -330,6 +234,16 @@ def test_nothing_waits_until_both_ends_have_proven_themselves(ends: Ends) -> Non
     ends.sender.open = True
     ends.pump()
     assert [found[2] for found in ends.got] == [2] and ends.sender.written == 2
+
+
+def test_what_is_in_the_buffer_is_read_whatever_has_been_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel tells of it no more: with the last bytes that it has, all frames are read."""
+    monkeypatch.setattr(module, "_READ_AT_MOST", 100)
+    for number in range(20):
+        ends.send(1, number, filled(number))
+    assert ends.sender.written == 20
+    ends.receiver.read()
+    assert len(ends.got) == 20
 
 
 def test_the_loop_is_told_when_to_look(ends: Ends) -> None:
@@ -588,6 +502,39 @@ def test_who_has_left_a_newer_epoch_has_left_the_older_ones(hubs: Hubs) -> None:
     hubs["b"].leave(5, True)
     fifth.wait(lambda: bool(fifth.gone))
     assert fifth.gone == [("b", True)]
+
+
+def test_an_epoch_that_ends_as_it_asks_what_was_read_asks_nothing_of_the_next(hubs: Hubs) -> None:
+    """The question was never sent: the next epoch must not wait for the answer."""
+
+    def links(number: int) -> Links:
+        life = Lifetime(number, lambda member, reason: None, lambda host, port: None)
+        return Links(life, hubs["a"], "ab", "a", hubs.places)
+
+    first, second, faults = links(1), links(2), []
+    first.enter()
+    send = first._send
+
+    def end_before(member: str, frame: wire.Segments) -> Any:
+        first.life.abort("now", lambda: hubs["a"].leave(1, False))
+        faults.append(member)
+        return send(member, frame)
+
+    first.send("b", b"key", 1, None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(first, "_send", end_before)
+        with pytest.raises(EpochChanged):
+            first.flush()
+    assert faults == ["b"]
+    second.enter()
+    with ThreadPoolExecutor() as pool:
+        waits = pool.submit(second.flush)
+        try:
+            waits.result(20)
+        finally:
+            second.life.abort("the test is over", lambda: None)
+    connection = hubs["a"].known("b")
+    assert connection is not None and connection.confirmed == connection.asked
 
 
 def test_a_new_connection_begins_with_what_was_left(hubs: Hubs) -> None:

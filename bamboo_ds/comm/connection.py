@@ -12,10 +12,11 @@ import select
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
 
 from . import sockets, wire
+from .carriers.sharing import Sharing
 
 logger = logging.getLogger(__name__)
 
@@ -61,6 +62,7 @@ class Connection:
         sock: not blocking.
         traffic: what it is for.
         watch: called whenever :attr:`interest` changes.
+        host: name of this one, if the two may share memory with others that have the same.
 
     Attributes:
         open: both ends have proven who they are; frames wait until then.
@@ -70,14 +72,23 @@ class Connection:
         sent: frames given to :meth:`send`.
         written: those of them that the kernel has taken, or that were given up.
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
+        sharing: what carries the data of segments.
     """
 
-    def __init__(self, member: str, sock: socket.socket, traffic: Traffic, watch: Callable[[Connection], None]) -> None:
+    def __init__(
+        self,
+        member: str,
+        sock: socket.socket,
+        traffic: Traffic,
+        watch: Callable[[Connection], None],
+        host: str | None = None,
+    ) -> None:
         self.member, self.socket, self.traffic = member, sock, traffic
         self.open = self.ended = self.driven = False
         self.asked = 0
         self.reading = threading.Lock()
         self.sent = self.written = self.confirmed = 0
+        self.sharing = Sharing(member, sock, host)
         self._watch = watch
         self._sending = threading.Lock()  # guards what follows
         self._queue: deque[_Outgoing] = deque()
@@ -89,6 +100,7 @@ class Connection:
         self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
         self._first = self._last = 0  # of what is in the buffer
+        self._budget = 0  # bytes that :meth:`read` may still take
         self._parser = self._parse()
         self._target = next(self._parser)
 
@@ -96,6 +108,13 @@ class Connection:
     def interest(self) -> int:
         """What the loop is to look for, as ``select.epoll`` has it."""
         return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
+
+    def share(self) -> None:
+        """Offer the other end, which this one has called, to share memory."""
+        with self._sending:
+            offer = None if self.ended else self.sharing.offer()
+        if offer is not None:
+            self.send(wire.EVERY, offer)
 
     # -- sending -----------------------------------------------------------------------------------------
     def send(self, epoch: int, frame: wire.Segments) -> int:
@@ -154,20 +173,28 @@ class Connection:
 
     def _prepare_some(self) -> bool:
         """Have enough ready for one call of the kernel; whether there is anything."""
-        while self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
+        carried = 0  # bytes that the kernel does not see: the other end can take them as soon as it has their marks
+        while self._prepared - self._taken + carried < _READY and len(self._ready) < _PIECES:
             if self._begun is None:
                 if not self._queue:
                     break
                 self._begun = self._queue.popleft()
-            self._prepare(self._begun.segments.popleft())
+                self._prepare(self._begun.segments.popleft())
+            else:
+                segment = self._begun.segments.popleft()
+                size = sum(piece.nbytes for piece in segment)
+                pieces = self.sharing.sender(size).send(segment)
+                carried += size + 1 - self._prepare(pieces)
             if not self._begun.segments:
                 self._ends.append(self._prepared)
                 self._begun = None
         return bool(self._ready)
 
-    def _prepare(self, pieces: list[memoryview]) -> None:
+    def _prepare(self, pieces: list[memoryview]) -> int:
         self._ready.extend(pieces)
-        self._prepared += sum(piece.nbytes for piece in pieces)
+        size = sum(piece.nbytes for piece in pieces)
+        self._prepared += size
+        return size
 
     def _note_taken(self, count: int) -> None:
         self._taken += count
@@ -188,13 +215,13 @@ class Connection:
             OSError: the connection has ended.
             Exception: the other end does not keep to the form of frames.
         """
-        budget = _READ_AT_MOST
+        self._budget = _READ_AT_MOST
         while True:
             while len(self._target):
                 if self._first < self._last:
                     self._take_from_buffer()
                     continue
-                if budget <= 0:
+                if self._budget <= 0:
                     return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
                 direct = len(self._target) >= _BUFFER
                 try:
@@ -203,7 +230,7 @@ class Connection:
                     return
                 if not count:
                     raise self._failure or ConnectionError("closed by the peer")
-                budget -= count
+                self._budget -= count
                 if direct:
                     self._target = self._target[count:]
                 else:
@@ -230,18 +257,26 @@ class Connection:
             yield memoryview(extension)
             meta = bytes(extension)
         key, tensors = wire.decode_meta(head, meta)
-        left, void = wire.SEGMENT, False
-        for tensor in tensors:
-            data = wire.view(tensor.data)
-            while len(data) and not void:
-                if not left:
-                    yield mark
-                    left, void = wire.SEGMENT, mark == wire.VOID
-                    continue
-                yield data[:left]
-                data, left = data[left:], left - min(left, len(data))
-        if not void:
+        for segment in wire.segments([wire.view(tensor.data) for tensor in tensors]):
+            yield mark
+            if mark == wire.VOID:
+                break
+            yield from self._receive(mark[0], segment)
+        else:
+            self._take(head, key, tensors)
+
+    def _receive(self, mark: int, segment: list[memoryview]) -> Iterable[memoryview]:
+        carrier = self.sharing.receiver(mark)
+        left = carrier.receive(mark, segment)
+        if not left:
+            self._budget -= sum(piece.nbytes for piece in segment)
+        return left
+
+    def _take(self, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+        if head.kind != wire.SHARE:
             self.traffic.receive(self, head, key, tensors)
+        elif (answer := self.sharing.hear(head.sequence, key)) is not None:
+            self.send(wire.EVERY, answer)
 
     # -- the end -----------------------------------------------------------------------------------------
     def hang_up(self) -> None:
@@ -258,3 +293,4 @@ class Connection:
             self._ready.clear()
             self._queue.clear()
             self._begun = None
+            self.sharing.end()

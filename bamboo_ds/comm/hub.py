@@ -68,6 +68,7 @@ class Hub:
         listener: this worker's.
         secret: the job's.
         silence_s: seconds without any answer of a member's host after which its connection fails.
+        host: name of this member's; it shares memory with members of the same.
 
     Attributes:
         changed: notified whenever a message arrives, something was written, or a connection or an epoch ended.
@@ -78,10 +79,12 @@ class Hub:
 
     purpose = "wire"
 
-    def __init__(self, member: str, listener: Listener, secret: JobSecret, silence_s: float) -> None:
+    def __init__(
+        self, member: str, listener: Listener, secret: JobSecret, silence_s: float, host: str | None = None
+    ) -> None:
         self.changed = Signal()
         self.ended = 0
-        self._me, self._secret, self._silence_s = member, secret, silence_s
+        self._me, self._secret, self._silence_s, self._host = member, secret, silence_s, host
         self._listener = only_here(listener.socket)
         self._listener.setblocking(False)
         self.place = str(listener.place)
@@ -208,6 +211,7 @@ class Hub:
         if proven and not connection.ended:
             self._loop.forget(connection.socket)
             self._open(connection)
+            connection.share()
 
     def _end_slow_calls(self) -> float | None:
         now = time.monotonic()
@@ -221,7 +225,7 @@ class Hub:
         self._open(self._made(member, opened, self._traffic[purpose]))
 
     def _made(self, member: str, opened: socket.socket, traffic: Traffic) -> Connection:
-        connection = Connection(member, opened, traffic, self._watch)
+        connection = Connection(member, opened, traffic, self._watch, self._host)
         with self.changed:
             self._connections.setdefault((traffic.purpose, member), []).append(connection)
         return connection
@@ -299,7 +303,7 @@ class Hub:
     def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
         """See :class:`.connection.Traffic`."""
         if head.kind == wire.FLUSH:
-            connection.send(head.epoch, wire.control(wire.ACK, head.sequence, head.epoch))
+            connection.send(wire.EVERY, wire.control(wire.ACK, head.sequence, head.epoch))  # also when it is left
             return
         with self.changed:
             receiver, member = self._receiver, connection.member

@@ -308,8 +308,8 @@ class Links:
             if connection is not None and connection.asked > connection.confirmed:
                 unsure.append((member, connection, connection.asked))
         with self.changed:
-            for member, connection, asked in unsure:
-                self.wait("flush", partial(_has_read, connection, asked), [member])
+            for member, connection, number in unsure:
+                self.wait("flush", partial(_has_read, connection, number), [member])
 
     # -- all together ------------------------------------------------------------------------------------
     def all_gather(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -47,6 +48,7 @@ class Session:
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
         secret: the job's; who does not know it gets no connection.
         listener: where others reach this member; ``None``: a new one at ``address``.
+        host: name of the host; ``None``: the machine's. Members of one share memory.
 
     Attributes:
         member, address, timeout: as above.
@@ -64,11 +66,14 @@ class Session:
         tell_after_s: float = 120.0,
         secret: JobSecret = NONE,
         listener: Listener | None = None,
+        host: str | None = None,
     ) -> None:
         self._attachment = Attachment(timeout, self.abort)
         publish(self._attachment)
         self.member, self.address, self.timeout = member, address, timeout
-        self._hub = Hub(member, listener or Listener.open(address), secret, silence_s)
+        self._hub = Hub(
+            *(member, listener or Listener.open(address), secret, silence_s), host=host or socket.gethostname()
+        )
         self.place = self._hub.place
         self._new_epoch = partial(
             Epoch,

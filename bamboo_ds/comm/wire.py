@@ -5,20 +5,22 @@ A frame is a block of :data:`HEAD` bytes, an extension if the block does not hol
     kind (1 byte), structure (1), key length (2), tensors (4), sequence (8), epoch (8), length of key and words (8),
     key, words: per tensor its dtype, device, number of dimensions and each dimension's size (8 bytes each)
     [key and words as an extension, where they do not fit]
-    the bytes of each tensor, with a mark (1 byte) after every :data:`SEGMENT` of them: more follows, or none ever will
+    the bytes of all tensors in segments of :data:`SEGMENT`, the last one shorter, with a mark (1 byte) before each
 
-So what an ended epoch has left to send is given up in the middle, and the connection goes on with the next frame.
-Numbers are little-endian.
+A mark says that the segment's bytes follow, that another carrier has them (:mod:`.carriers`), or that the frame ends
+here and is void. So what an ended epoch has left to send is given up in the middle, and the connection goes on with the
+next frame. Numbers are little-endian.
 """
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 
 from ..errors import ProtocolError
@@ -27,14 +29,18 @@ from ..errors import ProtocolError
 HEAD = 256
 _PREFIX = struct.Struct("<BBHIqqq")
 _MAX_META = 1 << 28
+#: Bytes, of tensors in host memory.
+_ALIGNMENT = 64
 #: Bytes of data between two marks.
 SEGMENT = 1 << 20
-#: Marks: the frame goes on, or ends here and is void.
-MORE, VOID = memoryview(b"\1"), memoryview(b"\0")
+#: Marks: the frame ends here and is void; the segment follows. All others are another carrier's.
+VOID, HERE = memoryview(b"\0"), memoryview(b"\1")
 
 #: Kinds of frames: data for a key; "answer when you have read everything before this"; the answer; "I have left this
-#: epoch and all before it", and with a sequence: "it is over".
-DATA, FLUSH, ACK, LEFT = range(4)
+#: epoch and all before it", and with a sequence: "it is over"; what concerns memory that both ends share.
+DATA, FLUSH, ACK, LEFT, SHARE = range(5)
+#: The epoch of frames that concern the connection, and no epoch.
+EVERY = (1 << 63) - 1
 #: Structures of payloads.
 NOTHING, SINGLE, TUPLE = range(3)
 _HOST, _CUDA = range(2)
@@ -53,7 +59,7 @@ _CODES = {dtype: code for code, dtype in DTYPES.items()}
 Payload = torch.Tensor | tuple[torch.Tensor, ...] | None
 
 
-#: A frame as it is sent: what is written without a break, once it is begun.
+#: A frame as it is sent: its head, then the data in segments, each in pieces.
 Segments = deque[list[memoryview]]
 
 
@@ -67,7 +73,7 @@ def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segme
     """
     structure, tensors = _structure(payload)
     pieces = [view(data) for data in map(as_bytes, tensors) if data.numel()]
-    return _segments(_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors)), pieces)
+    return deque([[_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors))], *segments(pieces)])
 
 
 def _words(tensors: Sequence[torch.Tensor]) -> list[int]:
@@ -92,17 +98,19 @@ def described(data: memoryview) -> list[WireTensor]:
     return decode_meta(head, bytes(data[HEAD:]) if head.extension else head.meta)[1]
 
 
-def _segments(head: memoryview, pieces: Sequence[memoryview]) -> Segments:
-    current, left = [head], SEGMENT
-    found: Segments = deque([current])
+def segments(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
+    """What a frame's data are cut into, at either end."""
+    current: list[memoryview] = []
+    left = SEGMENT
     for piece in pieces:
         while piece.nbytes:
-            if not left:
-                current, left = [MORE], SEGMENT
-                found.append(current)
             current.append(piece[:left])
             left, piece = left - current[-1].nbytes, piece[left:]
-    return found
+            if not left:
+                yield current
+                current, left = [], SEGMENT
+    if current:
+        yield current
 
 
 def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
@@ -115,9 +123,9 @@ def _structure(payload: Payload) -> tuple[int, tuple[torch.Tensor, ...]]:
     raise TypeError(f"a message carries None, a tensor or a tuple of tensors, not {type(payload).__name__} of others")
 
 
-def control(kind: int, sequence: int = 0, epoch: int = 0) -> Segments:
+def control(kind: int, sequence: int = 0, epoch: int = 0, key: bytes = b"") -> Segments:
     """A frame without data."""
-    return deque([[_head(kind, NOTHING, 0, sequence, epoch, b"", [])]])
+    return deque([[_head(kind, NOTHING, 0, sequence, epoch, key, [])]])
 
 
 def _head(
@@ -142,6 +150,17 @@ def view(data: torch.Tensor) -> memoryview:
     """The memory of a flat byte tensor, which the view keeps alive."""
     array: Any = data.numpy()
     return memoryview(array)
+
+
+def _empty(size: int) -> torch.Tensor:
+    """A flat byte tensor, aligned as torch's own are.
+
+    Its memory is numpy's, which asks the kernel for huge pages: most of the time in which a large message is received
+    goes into the faults of fresh pages.
+    """
+    memory = numpy.empty(size + _ALIGNMENT, numpy.uint8)
+    begin = -memory.ctypes.data % _ALIGNMENT
+    return torch.from_numpy(memory[begin : begin + size])
 
 
 def tensor_of(data: bytes | memoryview) -> torch.Tensor:
@@ -171,7 +190,7 @@ class FrameHead:
     """A parsed block.
 
     Attributes:
-        kind: ``DATA``, ``FLUSH``, ``ACK`` or ``LEFT``.
+        kind: ``DATA``, ``FLUSH``, ``ACK``, ``LEFT`` or ``SHARE``.
         structure: ``NOTHING``, ``SINGLE`` or ``TUPLE``.
         sequence: number of the message for its key, of the question or of the answer.
         epoch: that the message belongs to, or that was left.
@@ -194,7 +213,7 @@ class FrameHead:
 def decode_head(block: bytearray | memoryview) -> FrameHead:
     """Parse a block; raises ``ProtocolError`` if it is none."""
     kind, structure, key_length, tensors, sequence, epoch, length = _PREFIX.unpack_from(block)
-    if not (DATA <= kind <= LEFT and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
+    if not (DATA <= kind <= SHARE and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
         raise ProtocolError(f"not a message header: {bytes(block[: _PREFIX.size]).hex()}")
     inline = _PREFIX.size + length <= HEAD
     meta = bytes(block[_PREFIX.size : _PREFIX.size + length]) if inline else b""
@@ -217,7 +236,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        tensors.append(WireTensor(torch.empty(size, dtype=torch.uint8), dtype, shape, device == _CUDA))
+        tensors.append(WireTensor(_empty(size), dtype, shape, device == _CUDA))
     return key, tensors
 
 

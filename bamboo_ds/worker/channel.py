@@ -31,6 +31,7 @@ from ..topology.roles import Layout
 from ..variables import (
     ENV_ADDRESS,
     ENV_FD,
+    ENV_HOST,
     ENV_JOB,
     ENV_JOINER,
     ENV_LISTENER,
@@ -63,6 +64,7 @@ class WorkerChannel:
         restart_from: folder of the newest checkpoint that members had told of when the job was started again.
         secret: the job's.
         listener: where other workers reach this one; ``None``: nowhere yet.
+        host: the failure domain, if it is another one than the machine by its name.
         settings: the job's.
         goes_by: what this worker goes by, which is told with its layout where the job's record is open.
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
@@ -84,6 +86,7 @@ class WorkerChannel:
         restart_from: str | None = None,
         secret: JobSecret = NONE,
         listener: Listener | None = None,
+        host: str | None = None,
         settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
         spans: SpanRing | None = None,
     ) -> None:
@@ -96,6 +99,7 @@ class WorkerChannel:
         self.restart_from = restart_from
         self.secret = secret
         self.listener = listener
+        self.host = host
         self.settings, self.goes_by = settings, settings.values
         self.spans = spans
         self.ahead = 0
@@ -143,6 +147,7 @@ class WorkerChannel:
             restart_from=os.environ.get(ENV_RESTART_FROM),
             secret=taken(os.environ),
             listener=Listener.inherited(os.environ.pop(ENV_LISTENER)),
+            host=os.environ.get(ENV_HOST),
             settings=JobSettings.model_validate_json(os.environ.pop(ENV_SETTINGS, "{}")),
             spans=SpanRing.inherited(os.environ),
         )

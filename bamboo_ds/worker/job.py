@@ -50,6 +50,7 @@ class Job:
             tell_after_s=self.settings.recovery.plan_timeout_s,
             secret=channel.secret,
             listener=channel.listener,
+            host=channel.host,
         )
         #: Called at a clean exit of the script, while all peers are still there.
         self.at_finish: Callable[[], None] = lambda: None

@@ -49,7 +49,7 @@ TELL_AFTER_S = 0.3
 class Member:
     """The commands that a member's main thread understands, one method each."""
 
-    def __init__(self, name: str, address: str) -> None:
+    def __init__(self, name: str, address: str, host: str | None) -> None:
         import torch
 
         from bamboo_ds.comm.session import Session
@@ -64,6 +64,7 @@ class Member:
             awaited=lambda members, seconds: self.awaited.append((list(members), seconds)),
             tell_after_s=TELL_AFTER_S,
             secret=SECRET,
+            host=host,
         )
         self.transport: Any = None
         self.lanes: dict[str, Any] = {}
@@ -132,14 +133,14 @@ def portable(value: Any) -> Any:
     return value
 
 
-def serve(name: str, address: str, commands: Connection, parent: Sequence[Connection]) -> None:
+def serve(name: str, address: str, host: str | None, commands: Connection, parent: Sequence[Connection]) -> None:
     """The process of one member."""
     for end in parent:
         end.close()
     os.environ["OMP_NUM_THREADS"] = "1"
     faulthandler.register(signal.SIGUSR1)
     warnings.simplefilter("ignore", FutureWarning)  # torch renames collectives; the old names must work
-    member = Member(name, address)
+    member = Member(name, address, host)
     todo: queue.Queue[tuple[str, tuple[Any, ...]] | None] = queue.Queue()
     sending = threading.Lock()
 
@@ -168,6 +169,8 @@ def serve(name: str, address: str, commands: Connection, parent: Sequence[Connec
                     or any(not work.is_completed() for work in list(epoch.groups.works))
                 )
                 answer("control", bool(waits))
+            elif command == "ask":
+                answer("control", arguments[0](member))
             elif command == "failures":
                 answer("control", list(member.failures))
             elif command == "awaited":
@@ -202,13 +205,13 @@ class Raised(Exception):
 class Remote:
     """The test's end of one member."""
 
-    def __init__(self, name: str, address: str) -> None:
-        self.name = name
+    def __init__(self, name: str, address: str, host: str | None = None) -> None:
+        self.name, self.host = name, host
         sys.audit("os.fork")  # what multiprocessing does itself tells no hook of it
         here, there = _CONTEXT.Pipe()
         self._connection = here
         self._answers: dict[str, list[Any]] = {"main": [], "control": []}
-        self.process = _CONTEXT.Process(target=serve, args=(name, address, there, ()), name=name, daemon=True)
+        self.process = _CONTEXT.Process(target=serve, args=(name, address, host, there, ()), name=name, daemon=True)
         self.process.start()
         _REMOTES.add(self)
         there.close()
@@ -291,14 +294,18 @@ class Remote:
 
 
 class Cluster:
-    """Members ``m0``, ``m1``, …; member i owns role i unless a plan says otherwise."""
+    """Members ``m0``, ``m1``, …; member i owns role i unless a plan says otherwise.
 
-    def __init__(self, size: int, address: str = "127.0.0.1") -> None:
+    Args:
+        apart: each is told that it is on a host of its own; they share no memory.
+    """
+
+    def __init__(self, size: int, address: str = "127.0.0.1", apart: bool = False) -> None:
         from bamboo_ds.topology import Plan
 
         self.address = address
         self.names = tuple(f"m{index}" for index in range(size))
-        self.members = {name: Remote(name, address) for name in self.names}
+        self.members = {name: Remote(name, address, name if apart else None) for name in self.names}
         self.places: dict[str, str] = {}
         self.plan = Plan(epoch=0, owners=self.names, members=self.names)
 
@@ -330,7 +337,7 @@ class Cluster:
     def replace_member(self, index: int) -> None:
         """Start a new process in place of a killed member."""
         name = self.names[index]
-        self.members[name] = Remote(name, self.address)
+        self.members[name] = Remote(name, self.address, self.members[name].host)
         self.places.pop(name)
 
     def close(self) -> None:
@@ -353,12 +360,14 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(size: int, world: bool = True, attached: bool = True, stock: bool = False) -> Iterator[Cluster]:
+def cluster(
+    size: int, world: bool = True, attached: bool = True, stock: bool = False, apart: bool = False
+) -> Iterator[Cluster]:
     """A cluster, in epoch 1 if ``attached``, with torch.distributed initialised if ``world``; closed at the end.
 
     With ``stock`` torch.distributed is gloo's, to compare with.
     """
-    made = Cluster(size)
+    made = Cluster(size, apart=apart)
     try:
         if attached and not stock:
             made.attach()

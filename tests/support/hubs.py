@@ -11,10 +11,19 @@ from bamboo_ds.secret import NONE, JobSecret
 
 
 class Hubs(dict[str, Hub]):
-    """The hub of each of ``names``."""
+    """The hub of each of ``names``, on the host of ``hosts``; those of one share memory."""
 
-    def __init__(self, names: Sequence[str], secret: JobSecret = NONE, silence_s: float = 10.0) -> None:
-        super().__init__({name: Hub(name, Listener.open("127.0.0.1"), secret, silence_s) for name in names})
+    def __init__(
+        self,
+        names: Sequence[str],
+        secret: JobSecret = NONE,
+        silence_s: float = 10.0,
+        hosts: Sequence[str | None] | None = None,
+    ) -> None:
+        places = dict(zip(names, hosts or [None] * len(names), strict=True))
+        super().__init__(
+            {name: Hub(name, Listener.open("127.0.0.1"), secret, silence_s, host) for name, host in places.items()}
+        )
 
     @property
     def places(self) -> tuple[str, ...]:

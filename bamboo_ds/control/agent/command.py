@@ -11,6 +11,7 @@ from ...secret import ENV_SECRET
 from ...variables import (
     ENV_ADDRESS,
     ENV_CHECK_EXACT,
+    ENV_HOST,
     ENV_JOB,
     ENV_JOINER,
     ENV_MEMBER,
@@ -100,8 +101,10 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
     else:
         env.setdefault("OMP_NUM_THREADS", "1")
         env.update(placed)
-    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT):
+    for name in (ENV_JOINER, ENV_RESTARTS, ENV_RESTART_FROM, ENV_CHECK_EXACT, ENV_HOST):
         env.pop(name, None)
+    if settings.host is not None:
+        env[ENV_HOST] = settings.host
     if settings.joins:
         env[ENV_JOINER] = "1"
     if settings.generation:

@@ -1,0 +1,570 @@
+"""Whatever carries the data of messages: they arrive in order and whole, and no fault leaves anything behind."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import random
+import socket
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bamboo_ds.comm import connection as connections
+from bamboo_ds.comm import wire
+from bamboo_ds.comm.carriers import sharing, slabs
+from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.errors import ProtocolError
+
+from .support.comm_worker import Cluster, Member, cluster
+from .support.connections import Ends, filled, same
+from .support.etcd import wait_until
+from .support.hubs import Hubs, Inbox
+
+pytestmark = pytest.mark.claim("design.md")
+
+CARRIERS = ["stream", "memory"]
+LOST = {"EpochChanged", "PeerLost"}
+
+
+def mappings() -> int:
+    """How often this process has memory of ours mapped."""
+    return Path("/proc/self/maps").read_text().count(" /memfd:bamboo-slabs")
+
+
+def carried(payload: wire.Payload) -> int:
+    """Segments that go by shared memory where a slab is free."""
+    _, *segments = wire.encode(b"", 0, payload)
+    return sum(sum(map(len, segment)) >= slabs.SMALLEST for segment in segments)
+
+
+def payloads() -> list[wire.Payload]:
+    """Around the ends of segments, odd, without order in memory, of many parts."""
+    base = torch.randn(700, 900, generator=torch.Generator().manual_seed(5))
+    sizes = [0, 1, slabs.SMALLEST - 1, slabs.SMALLEST, wire.SEGMENT - 1, wire.SEGMENT, wire.SEGMENT + 1, (5 << 20) + 77]
+    return [
+        *map(filled, sizes),
+        None,
+        (),
+        base[:, ::3],
+        base.t(),
+        (base[:1], filled(3), base.t(), filled(0), filled(wire.SEGMENT)),
+        tuple(filled(number % 90) for number in range(3000)),
+        base.half(),
+    ]
+
+
+# -- by hand --------------------------------------------------------------------------------------------------
+@pytest.fixture(params=CARRIERS)
+def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
+    one = Ends(request.param == "memory")
+    yield one
+    one.close()
+    assert not mappings()
+
+
+def test_every_size_arrives_whole_and_in_order(ends: Ends) -> None:
+    sent = payloads()
+    for number, payload in enumerate(sent):
+        ends.send(1, number, payload)
+        ends.pump()
+    assert [sequence for _, _, sequence, _ in ends.got] == list(range(len(sent)))
+    assert all(same(found[3], payload) for found, payload in zip(ends.got, sent, strict=True))
+    memory = ends.receiver.sharing.memory
+    if memory is not None:
+        expected = sum(map(carried, sent))
+        assert ends.sender.sharing.memory is not None
+        assert ends.sender.sharing.memory.sent == memory.received == expected > 10
+        assert not any(memory._in[0])
+
+
+def test_what_finds_no_slab_goes_in_the_stream(ends: Ends) -> None:
+    """A receiver that does not read gets as much as the slabs and the kernel take, and then all the rest."""
+    data = [filled(wire.SEGMENT + number) for number in range(slabs.SLABS + 9)]
+    for number, payload in enumerate(data):
+        ends.send(1, number, payload)
+    memory = ends.sender.sharing.memory
+    if memory is not None:
+        assert memory.sent == slabs.SLABS and not memory.ready(wire.SEGMENT)
+    assert ends.sender.written < len(data)
+    ends.pump()
+    assert [sequence for _, _, sequence, _ in ends.got] == list(range(len(data)))
+    assert all(same(found[3], payload) for found, payload in zip(ends.got, data, strict=True))
+    if memory is not None:
+        assert memory.ready(wire.SEGMENT) and memory.sent > slabs.SLABS, "slabs are used again"
+
+
+def test_the_lowest_slab_is_used_again() -> None:
+    ends = Ends(shared=True)
+    with closing(ends):
+        for number in range(40):
+            ends.send(1, number, filled(wire.SEGMENT))
+            ends.pump()
+        memory = ends.sender.sharing.memory
+        assert memory is not None and memory.sent == 40
+        assert [bool(slab.any()) for slab in memory._out[1]] == [True] + [False] * (slabs.SLABS - 1)
+
+
+#: Small, so that every byte of a frame can be a cut, with two slabs; a segment that is too small for them.
+SEGMENT, SMALLEST, FEW = 40, 30, 2
+CUT = (filled(SEGMENT + 17), filled(2 * SEGMENT + 3))
+
+
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(slabs, "SMALLEST", SMALLEST)
+    monkeypatch.setattr(slabs, "SLABS", FEW)
+    monkeypatch.setattr(connections, "_READY", 30)
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("carrier", CARRIERS)
+@pytest.mark.parametrize("read", [False, True])
+def test_a_frame_that_is_given_up_anywhere(carrier: str, read: bool) -> None:
+    """Cut at every byte of the stream: what the next epoch sends arrives, and of the old one only whole frames.
+
+    Args:
+        read: the other end has read what there is when the epoch ends.
+    """
+    used, most = 0, sum(map(len, CUT)) + wire.HEAD + 20
+    for cut in range(most):
+        ends = Ends(carrier == "memory")
+        ends.narrow.takes = cut
+        old = tuple(tensor.clone() for tensor in CUT)
+        for number in (1, 2, 3):
+            ends.send(1, number, old)
+        assert ends.narrow.taken <= cut and ends.sender.written < 3
+        if read:
+            ends.receiver.read()
+        ends.sender.give_up(1)
+        for tensor in old:
+            tensor.zero_()
+        ends.send(2, 4, CUT)
+        ends.narrow.takes = None
+        ends.pump()
+        assert ends.sender.written == ends.sender.sent == 4
+        assert [found[0] for found in ends.got] == [1] * (len(ends.got) - 1) + [2]
+        assert all(same(found[3], CUT) for found in ends.got)
+        memory = ends.sender.sharing.memory
+        if memory is not None:
+            used += memory.sent
+            other = ends.receiver.sharing.memory
+            assert other is not None and other.received == memory.sent and not any(memory._out[0])
+        ends.close()
+    assert (used > most) == (carrier == "memory")
+
+
+@given(st.integers(0, 2**32), st.sampled_from([16, 1000, 1 << 18]), st.booleans())
+def test_frames_in_pieces_of_any_size(seed: int, segment: int, shared: bool) -> None:
+    """The kernel takes random numbers of bytes, the other end reads now and then, epochs end at any moment."""
+    chance = random.Random(seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SEGMENT", segment)
+        patch.setattr(slabs, "SMALLEST", chance.choice([1, segment // 2, segment]))
+        patch.setattr(slabs, "SLABS", chance.choice([1, 3, 16]))
+        patch.setattr(connections, "_READY", chance.choice([1, 3000, 1 << 20]))
+        patch.setattr(connections, "_PIECES", chance.choice([1, 3, 512]))
+        patch.setattr(connections, "_BUFFER", chance.choice([300, 1 << 16]))
+        ends = Ends(shared)
+        with closing(ends):
+            sent: dict[int, wire.Payload] = {}
+            for epoch in range(1, 5):
+                for _ in range(chance.randrange(1, 6)):
+                    size = chance.choice([0, 1, chance.randrange(50), chance.randrange(9000), segment % 9000])
+                    sent[len(sent)] = chance.choice([filled(size), (filled(size), filled(size // 2)), None])
+                    ends.narrow.takes = chance.choice([0, chance.randrange(20_000)])
+                    ends.send(epoch, len(sent) - 1, sent[len(sent) - 1])
+                    ends.sender.flush()
+                    if chance.random() < 0.5:
+                        ends.receiver.read()
+                if epoch < 4:
+                    ends.sender.give_up(epoch)
+            ends.narrow.takes = None
+            ends.pump()
+            numbers = [sequence for _, _, sequence, _ in ends.got]
+            assert numbers == sorted(set(numbers)) and numbers[-1] == len(sent) - 1
+            assert all(same(payload, sent[sequence]) for _, _, sequence, payload in ends.got)
+
+
+def test_memory_that_nobody_has_filled(ends: Ends) -> None:
+    """A mark of a slab that is empty, or of one that does not exist, ends the connection."""
+    head = bytes(wire.encode(b"key", 1, filled(wire.SEGMENT))[0][0])
+    ends.narrow._real.send(head + bytes([2 + (slabs.SLABS if ends.receiver.sharing.memory is None else 3)]))
+    with pytest.raises(ProtocolError, match=r"not shared|nothing in slab 3"):
+        ends.receiver.read()
+
+
+# -- the agreement --------------------------------------------------------------------------------------------
+def tcp() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        one = socket.create_connection(listener.getsockname())
+        return one, listener.accept()[0]
+
+
+def descriptors() -> set[str]:
+    return {os.readlink(f"/proc/self/fd/{each}") for each in os.listdir("/proc/self/fd")[:-1] if _is_open(each)}
+
+
+def _is_open(descriptor: str) -> bool:
+    with suppress(OSError):
+        return bool(os.readlink(f"/proc/self/fd/{descriptor}"))
+    return False
+
+
+def memfd(size: int, seals: int = slabs._SEALS, token: bytes = b"t" * slabs.TOKEN) -> int:
+    descriptor = os.memfd_create("bamboo-slabs", os.MFD_ALLOW_SEALING)
+    os.ftruncate(descriptor, size)
+    os.pwrite(descriptor, token, 0)
+    if seals:
+        slabs.fcntl.fcntl(descriptor, slabs.fcntl.F_ADD_SEALS, seals)
+    return descriptor
+
+
+def bad_offers(folder: Path) -> Iterator[tuple[str, Any, int | None]]:
+    """What is wrong, what is said, and a descriptor that this process has for it."""
+    right, me = slabs.size_of(wire.SEGMENT), os.getpid()
+    token = (b"t" * slabs.TOKEN).hex()
+    no_process = int(Path("/proc/sys/kernel/pid_max").read_text()) + 1
+
+    def say(descriptor: int, pid: int = me, host: str = "h", token: str = token) -> list[Any]:
+        return [host, pid, descriptor, token]
+
+    good = memfd(right)
+    yield "another host", say(good, host="other"), None
+    yield "no such process", say(good, pid=no_process), None
+    yield "another token", say(good, token="00" * slabs.TOKEN), None
+    yield "half a token", say(good, token=token[:6]), None
+    yield "no token", say(good, token="zz"), good
+    yield "no such descriptor", say(999_999), None
+    short = memfd(right - 4096)
+    yield "a short one", say(short), short
+    shrinking = memfd(right, slabs.fcntl.F_SEAL_GROW | slabs.fcntl.F_SEAL_SEAL)
+    yield "one that may shrink", say(shrinking), shrinking
+    reading, writing = os.pipe()
+    os.close(writing)
+    yield "a pipe", say(reading), reading
+    os.mkfifo(folder / "fifo")
+    fifo = os.open(folder / "fifo", os.O_RDWR)
+    yield "a named pipe", say(fifo), fifo
+    file = os.open(folder / "file", os.O_RDWR | os.O_CREAT)
+    os.ftruncate(file, right)
+    os.pwrite(file, b"t" * slabs.TOKEN, 0)
+    yield "a file", say(file), file
+    for nonsense in ("text", None, [], ["h"], ["h", "x", {}, token], {"h": 1}, ["h", me, file, 7]):
+        yield f"nonsense: {nonsense}", nonsense, None
+
+
+def test_bad_offers_are_refused_and_harm_nothing(tmp_path: Path) -> None:
+    one, other = tcp()
+    with one, other:
+        before = descriptors()
+        for what, said, descriptor in bad_offers(tmp_path):
+            host = sharing.Sharing("a", other, "h")
+            answer = host.hear(sharing._OFFERED, json.dumps(said).encode())
+            assert answer is not None
+            head = wire.decode_head(answer[0][0])
+            assert (head.kind, head.sequence) == (wire.SHARE, sharing._REFUSED), what
+            assert host.memory is None and host._descriptor < 0, what
+            if descriptor is not None:
+                os.close(descriptor)
+        assert descriptors() <= before and not mappings()
+        for broken in (b"", b"\xff\xfe", b"[" * 40_000):
+            answer = sharing.Sharing("a", other, "h").hear(sharing._OFFERED, broken)
+            assert answer is not None and wire.decode_head(answer[0][0]).sequence == sharing._REFUSED
+
+
+def test_an_agreement(caplog: pytest.LogCaptureFixture) -> None:
+    one, other = tcp()
+    with one, other:
+        before = descriptors()
+        caller, host = (sharing.Sharing(name, end, "h") for name, end in (("b", one), ("a", other)))
+        offer = caller.offer()
+        assert offer is not None and caller.sender(1 << 20) is caller._stream, "not before the answer"
+        head = wire.decode_head(offer[0][0])
+        answer = host.hear(head.sequence, wire.decode_meta(head, head.meta)[0])
+        assert answer is not None and host.sender(1 << 20) is host.memory
+        assert wire.decode_head(answer[0][0]).sequence == sharing._ACCEPTED
+        assert caller.hear(sharing._ACCEPTED, b"") is None
+        assert caller.sender(1 << 20) is caller.memory and caller.sender(100) is caller._stream
+        assert mappings() == 2 and descriptors() == before, "the memory has no descriptor any more"
+        for again in (sharing._OFFERED, sharing._ACCEPTED, sharing._REFUSED, 9):
+            with pytest.raises(ProtocolError, match="once more"):
+                caller.hear(again, b"")
+        caller.end()
+        host.end()
+        assert not mappings()
+
+
+def test_where_there_is_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The kernel has none, the caller is refused, or it ends without an answer."""
+    one, other = tcp()
+    with one, other:
+        before = descriptors()
+        for end in ("refused", "ended"):
+            caller = sharing.Sharing("b", one, "h")
+            assert caller.offer() is not None and mappings() == 1
+            if end == "refused":
+                caller.hear(sharing._REFUSED, b"no")
+            else:
+                caller.end()
+            assert caller.memory is None and not mappings() and descriptors() == before
+
+        def none(*arguments: object) -> int:
+            raise OSError("no memory")
+
+        assert sharing.Sharing("b", one, None).offer() is None
+        monkeypatch.setattr(os, "memfd_create", none)
+        assert sharing.Sharing("b", one, "h").offer() is None
+        one.close()
+        assert sharing.Sharing("b", one, "h").offer() is None
+        assert not mappings()
+
+
+@pytest.mark.parametrize("hosts", [("h", "h"), ("h", "other"), (None, "h"), ("h", None)], ids=str)
+def test_members_agree_by_themselves(hosts: tuple[str | None, str | None]) -> None:
+    """Those of one host share memory, all others do not; either way messages arrive, and at the end nothing is left."""
+    before = descriptors()
+    hubs = Hubs("ab", hosts=hosts)
+    inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    shared = hosts == ("h", "h")
+
+    def say(source: str, destination: str, number: int, size: int) -> None:
+        connection = hubs[source].reach(destination, hubs[destination].place)
+        connection.send(1, wire.encode(b"key", number, filled(size), 1))
+        inbox = inboxes[destination]
+        inbox.wait(lambda: bool(inbox.got) and inbox.got[-1][2] == number)
+        assert same(inbox.payloads[-1], filled(size))
+
+    for number in range(3):  # the answer is there when the second one is
+        say("a", "b", number, 3 << 20)
+        say("b", "a", number, 3 << 20)
+    memories = [only(hub).sharing.memory for hub in hubs.values()]
+    if shared:
+        assert mappings() == 2 and all(each is not None and each.sent >= 3 for each in memories)
+    else:
+        assert memories == [None, None] and not mappings()
+    assert not any("memfd" in each for each in descriptors())
+    hubs.close()
+    assert not mappings() and descriptors() <= before
+
+
+def only(hub: Any) -> Connection:
+    ((connection,),) = hub._connections.values()
+    return connection  # type: ignore[no-any-return]
+
+
+# -- processes ------------------------------------------------------------------------------------------------
+@pytest.fixture(scope="module", params=CARRIERS)
+def pair(request: pytest.FixtureRequest, fork_server: None) -> Iterator[tuple[Cluster, bool]]:
+    """Two members that many tests share, and whether they share memory."""
+    with cluster(2, world=False, apart=request.param == "stream") as made:
+        yield made, request.param == "memory"
+
+
+def open_lanes(member: Member) -> None:
+    out, back = (Lane(tag, *names, str(tag)) for tag, names in enumerate([("m0", "m1"), ("m1", "m0")]))
+    member.lanes = {"out": out, "in": back} if member.name == "m0" else {"out": back, "in": out}
+    member.transport = Transport.open(member.session, [out, back])
+
+
+def begin(made: Cluster) -> None:
+    made.attach()
+    made.everybody("call", lambda _: (open_lanes,))
+    assert made.everybody("call", lambda _: (exchange, 100)) == [True, True]
+
+
+def exchange(member: Member, size: int) -> bool:
+    """Both send and receive; whether all is as it was sent."""
+    sent = (filled(size), filled(3))
+    member.transport.send(member.lanes["out"], 0, sent)
+    found = member.transport.recv(member.lanes["in"], 0)
+    member.transport.drain()
+    return same(found, sent)
+
+
+def segments(member: Member) -> int:
+    """Those that have gone by shared memory, in either direction."""
+    every = itertools.chain(*member.session._hub._connections.values())
+    memories = [each.sharing.memory for each in every]
+    return sum(memory.sent + memory.received for memory in memories if memory is not None)
+
+
+def left(member: Member) -> dict[str, int]:
+    """What this process has."""
+    threads, files = member.census()
+    return {"threads": threads, "descriptors": files, "mappings": mappings()}
+
+
+def send_all(member: Member) -> bool:
+    """Every size, and many small ones between; whether all comes back as it was sent."""
+    transport, lanes = member.transport, member.lanes
+    sent = [filled(number % 300) for number in range(500)]
+    sent[::40] = payloads()[: len(sent[::40])]  # type: ignore[assignment]
+    for number, payload in enumerate(sent):
+        transport.send(lanes["out"], 1 + number, payload)
+    whole = [same(transport.recv(lanes["in"], 1 + number), payload) for number, payload in enumerate(sent)]
+    transport.drain()
+    assert not transport.ready(lanes["in"])
+    return all(whole)
+
+
+def end(made: Cluster) -> None:
+    for name in made.plan.members:
+        made.members[name].run("call", give_up)
+
+
+def give_up(member: Member) -> None:
+    """As the engine's recovery does: close, whatever happened."""
+    member.session.abort("recovery")
+    member.transport.close()
+    member.transport = None
+
+
+def test_every_size_between_processes(pair: tuple[Cluster, bool]) -> None:
+    made, shared = pair
+    begin(made)
+    before = made.everybody("call", lambda _: (segments,))
+    assert made.everybody("call", lambda _: (send_all,)) == [True, True]
+    after = made.everybody("call", lambda _: (segments,))
+    assert [now - then > 10 for now, then in zip(after, before, strict=True)] == [shared, shared]
+    end(made)
+
+
+def large(member: Member, size: int) -> int:
+    """From the first to the second; how many bytes are right."""
+    if member.name == "m0":
+        member.transport.send(member.lanes["out"], 1, torch.arange(size // 8))
+        member.transport.drain()
+        return size
+    found, some = member.transport.recv(member.lanes["in"], 1), 1 << 20
+    right = [torch.equal(part, torch.arange(some) + at * some) for at, part in enumerate(found.split(some))]
+    return int(found.nbytes) if all(right) else -1
+
+
+@pytest.mark.parametrize(
+    "size", [pytest.param(256 << 20, id="256 MiB"), pytest.param(1 << 30, id="1 GiB", marks=pytest.mark.exhaustive)]
+)
+def test_large_messages(pair: tuple[Cluster, bool], size: int) -> None:
+    made, shared = pair
+    begin(made)
+    for index in range(2):
+        made[index].start("call", large, size)
+    assert [made[index].finish(60.0) for index in range(2)] == [size, size]
+    assert (made[1].run("call", segments) > 16) == shared
+    end(made)
+
+
+# -- faults ---------------------------------------------------------------------------------------------------
+def written(member: Member) -> int:
+    """Frames that are out."""
+    return sum(each.written for each in itertools.chain(*member.session._hub._connections.values()))
+
+
+def send_for_ever(member: Member) -> None:
+    for number in itertools.count(1):
+        member.transport.send(member.lanes["out"], number, filled(3 << 20))
+        member.transport.drain()
+
+
+def send_much(member: Member) -> None:
+    """Far more than slabs and the kernel take, at once."""
+    for number in range(1, 21):
+        member.transport.send(member.lanes["out"], number, filled(3 << 20))
+
+
+def drain(member: Member) -> None:
+    send_much(member)
+    member.transport.drain()
+
+
+def receive_for_ever(member: Member) -> None:
+    for number in itertools.count(1):
+        assert same(member.transport.recv(member.lanes["in"], number), filled(3 << 20))
+
+
+def ask_for_ever(member: Member) -> None:
+    """Whether there is something to be received; takes what there is, until the epoch ends."""
+    number = 1
+    while True:
+        if member.transport.ready(member.lanes["in"]):
+            assert same(member.transport.recv(member.lanes["in"], number), filled(3 << 20))
+            number += 1
+        member.session.wait("a test", lambda: member.transport.ready(member.lanes["in"]), 0.05)
+
+
+def abort(member: Member) -> float:
+    """In the middle of what is on its way; the seconds that it takes."""
+    send_much(member)
+    begin = time.monotonic()
+    member.session.abort("a test")
+    return time.monotonic() - begin
+
+
+#: What the survivor does, and the other member meanwhile.
+VERBS: dict[str, tuple[Callable[[Member], Any], Callable[[Member], None]]] = {
+    "send": (send_for_ever, receive_for_ever),
+    "receive": (receive_for_ever, send_for_ever),
+    "ready": (ask_for_ever, send_for_ever),
+    "drain": (drain, receive_for_ever),
+    "abort": (abort, receive_for_ever),
+}
+
+
+@pytest.mark.parametrize("fault", ["stopped", "killed"])
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_peer_lost_under_every_verb(pair: tuple[Cluster, bool], verb: str, fault: str) -> None:
+    """Its end is noticed, a stop needs an abort; in the next epoch messages arrive whole, and nothing has been left."""
+    made, shared = pair
+    survivor, victim = made[0], made[1]
+    begin(made)
+    before, carried_before = survivor.run("call", left), survivor.run("call", segments)
+    assert (before["mappings"] > 0) == shared
+    own, other = VERBS[verb]
+    quiet = verb in ("drain", "abort")  # the victim is stopped first: what it does not read fills slabs and stream
+    victim.start("call", other)
+    victim.wait_blocked()
+    if quiet:
+        victim.stop()
+    survivor.start("call", own)
+    if quiet:
+        survivor.wait_blocked()
+    else:
+        begun = sum(member.control("ask", written) for member in (survivor, victim))
+        wait_until(
+            lambda: sum(member.control("ask", written) for member in (survivor, victim)) > begun + 10, "messages move"
+        )
+        victim.stop()
+    assert (survivor.control("ask", segments) > carried_before) == shared
+    if fault == "killed":
+        victim.kill()
+        made.replace_member(1)
+    elif verb != "abort":
+        assert not survivor.answered(), "a stop is no end"
+        survivor.control("abort", "a test has stopped m1")
+    if verb == "abort":
+        assert survivor.finish() < 1.0
+    else:
+        outcome = survivor.outcome()
+        assert outcome is not None and outcome.kind in LOST, outcome
+        assert fault == "stopped" or outcome.kind == "PeerLost"
+    if fault == "stopped":
+        victim.resume()
+        lost = victim.outcome()
+        assert lost is not None and lost.kind in LOST
+        victim.run("call", give_up)
+    survivor.run("call", give_up)
+    begin(made)
+    assert made.everybody("call", lambda _: (exchange, 9 << 20)) == [True, True]
+    assert (survivor.run("call", segments) > 0) == shared
+    wait_until(lambda: survivor.run("call", left) == before, "nothing is left")
+    end(made)
