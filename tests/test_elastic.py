@@ -24,7 +24,7 @@ from bamboo_ds.simulate.profiling import Told
 from .support import precisions
 from .support.compare import assert_computed, assert_read
 from .support.faults import in_turn, mark
-from .support.jobs import Reference, Result, RunningJob, run_bamboo, run_text, slow_until, write_config
+from .support.jobs import SUPPORT, Reference, Result, RunningJob, run_bamboo, run_text, slow_until, write_config
 from .support.surviving import fault
 from .support.watching import kill_own_etcd
 
@@ -38,6 +38,12 @@ pytestmark = [
     ),
     pytest.mark.integration,
 ]
+
+
+#: Further places where a member is lost while others copy.
+_PLACES = "BackwardPass", "Commit"
+#: A script that tells what of its copies has come.
+COPYING = SUPPORT / "train_copying.py"
 
 
 def assert_same(
@@ -79,6 +85,41 @@ def test_one_by_one_down_to_one_member(tmp_path: Path, reference: Reference) -> 
     assert spent.categories[Category.DETECTION] > 0 and spent.categories[Category.PRODUCTIVE] > 0
     assert spent.categories[Category.REDONE] <= sum(event["redo_seconds"] for event in result.events("recovered"))
     assert spent.categories[Category.WASTED] > 0 and not spent.categories[Category.STANDBY]
+
+
+@pytest.mark.parametrize("at", ["RecvReplica", *(pytest.param(at, marks=pytest.mark.exhaustive) for at in _PLACES)])
+def test_a_copy_goes_on_when_another_member_is_lost(tmp_path: Path, reference: Reference, at: str) -> None:
+    """A worker is killed while another one copies a stage; what that has of it serves when the stage's owner is lost.
+
+    Of four members the third one is lost: the second one copies the last stage, slowly, from the fourth one.
+    """
+    healing = in_turn(fault(2, 3, "BackwardPass", 1), fault(3, 3, "BackwardPass", 1))
+    healing[1]["after"] = 0
+    under_way = fault(0, 4, at, when=str(tmp_path / "copying-3"), pause=0.2)
+    faults = [*healing, under_way]
+    topology = {"transfer_mb_per_s": 0.002}
+    config = write_config(tmp_path, {"redundancy": {"verify_every": 2}, "topology": topology})
+    pace = slow_until(tmp_path / mark(healing[1]), 0.05)
+    command = ["--stages", "4", "--training-data", *pace, "--faults", json.dumps(faults)]
+    result = run_bamboo(tmp_path, 4, command, config, COPYING)
+    assert_same(result, reference(4, 1, 6, "--training-data", *result.length), faults)
+    lost = [event["member_id"] for event in result.events("member_lost")]
+    assert [member[:2] for member in lost] == ["m2", "m0", "m3"]
+    (after,) = (e for e in result.events("plan") if e["lost"] == [lost[1]])
+    # The copy that was under way is the one that is complete in the end.
+    begun = [line.split() for line in (tmp_path / "begun-1").read_text().splitlines()]
+    (key,) = {key for _, key, _ in begun if key.endswith("/3")}
+    (share,) = (float(share) for epoch, other, share in begun if (int(epoch), other) == (after["epoch"], key))
+    assert 0 < share < 1
+    pieces = [line.split() for line in (tmp_path / "fetched-1").read_text().splitlines()]
+    fetched = [(int(number), int(size)) for other, number, size in pieces if other == key]
+    assert [number for number, _ in fetched] == list(range(len(fetched)))
+    (built,) = (e for e in result.events("replica_built") if e["member"][:2] == "m1" and e["role"] == [0, 3])
+    assert sum(size for _, size in fetched) >= built["bytes"]
+    assert not result.events("replica_mismatch")
+    assert any(event["role"] == [0, 3] and event["member"][:2] == "m1" for event in result.events("replica_verified"))
+    (heir,) = (e for e in result.events("takeover_planned") if e["role"] == [0, 3])
+    assert heir["to"][:2] == "m1"
 
 
 def test_nobody_left_who_draws_batches(tmp_path: Path, reference: Reference) -> None:

@@ -25,7 +25,7 @@ from bamboo_ds.engine.recovery.reports import (
     newest_of,
 )
 from bamboo_ds.engine.recovery.takeover import Takeover
-from bamboo_ds.engine.replicas.construction import Construction, Kept
+from bamboo_ds.engine.replicas.construction import Construction, Kept, Snapshots
 from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.schedule import Decision, RoleProgress
@@ -201,6 +201,7 @@ def report(**changes: Any) -> MemberReport:
         "repeatable": True,
         "stale": False,
         "replicas": (1,),
+        "copying": {3: ("a", "7/3")},
         "joining": False,
         "history": 3,
         "steps": 3,
@@ -284,7 +285,23 @@ def test_a_replica_that_is_given_up_is_free_at_once() -> None:
     del construction
     gc.disable()
     try:
-        Copies(context, iteration, nothing, nothing).cancel()
+        Copies(context, iteration, nothing, SimpleNamespace(close=lambda: None)).close()  # type: ignore[arg-type]
         assert cancelled == [True] and gone() is None
     finally:
         gc.enable()
+
+
+def test_snapshots_stay_as_long_as_they_are_wanted() -> None:
+    offered: dict[str, str] = {}
+    offers: Any = SimpleNamespace(offer=lambda key, text, _: offered.update({key: text}), withdraw=offered.pop)
+    snapshots, first, second = Snapshots(offers), Role(0, 1), Role(0, 2)
+    snapshots.want({"7/1": first, "7/2": second})
+    assert snapshots.due() == [("7/1", first), ("7/2", second)] and not offered
+    snapshots.offer("7/1", {}, 3)
+    before = dict(offered)
+    snapshots.want({"7/1": first, "8/1": first})
+    assert snapshots.due() == [("8/1", first)] and offered == before
+    snapshots.want({})
+    assert not offered and not snapshots.due()
+    snapshots.want({"7/1": first})  # by a builder that has not heard of the plan before
+    assert snapshots.due() == [("7/1", first)]

@@ -31,7 +31,7 @@ from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.stage import ring
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
-from bamboo_ds.topology import Role
+from bamboo_ds.topology import Role, takeover
 from bamboo_ds.topology import ends as ends_of
 from bamboo_ds.worker import plan_changes
 
@@ -361,7 +361,7 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["left"] += any(member.left for name, member in world.members.items() if name not in world.fed)
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
-        done["early"] += sum(member.snapshots.early for member in world.survivors())
+        done["early"] += sum(member.offers.early for member in world.survivors())
         done["awaited"] += sum(world.awaited)
     assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 5 and (done["left"] > 0) == leaves
     assert min(done["divided"], done["awaited"]) > 0
@@ -405,9 +405,73 @@ def test_members_that_join(course: int, monkeypatch: pytest.MonkeyPatch) -> None
         done["computed"] += sum(bool(member.binding.owned()) for member in joined)
         done["lost"] += len([name for name in world.killed if name[0] == "j"])
         # Also to one that joins, where the copy begins with its admission.
-        done["early"] += sum(member.snapshots.early for member in world.members.values())
+        done["early"] += sum(member.offers.early for member in world.members.values())
     assert not done.pop("did not follow", 0)
     assert min(done.values()) > 0 and done["computed"] > 3, done
+
+
+#: Where a member may be lost while others copy what it has nothing to do with.
+COPYING = [
+    Spec(stages=4, iterations=10, heals=True),
+    Spec(stages=4, iterations=10, heals=True, joiners=2, tied=True, changes="rates"),
+    Spec(pipelines=2, stages=2, iterations=10, heals=True, joiners=1, evaluates=True),
+    Spec(pipelines=2, stages=2, iterations=10, heals=True, joiners=2, sharded=True, evaluates=True, saves=True),
+    Spec(stages=5, blocks=2, iterations=12, heals=True, changes="rates"),
+]
+
+
+@pytest.mark.parametrize("course", COURSES)
+def test_copies_go_on(course: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another member is lost while a stage is copied; then, sometimes, the one that it was copied from."""
+    done: Counter[str] = Counter()
+    begin, complete = Copies.begin, Copies._complete
+    went_on: dict[int, Construction] = {}
+    sources: list[str] = []
+
+    def beginning(self: Copies, *arguments: Any) -> None:
+        before = {id(each): each for each in self.constructions.values()}
+        begin(self, *arguments)
+        after = set(map(id, self.constructions.values()))
+        went_on.update({key: each for key, each in before.items() if key in after})
+        done["given up"] += len(before.keys() - after)
+
+    def completing(self: Copies, construction: Construction) -> None:
+        if id(construction) in went_on:
+            sources.append(construction.source[0])
+        complete(self, construction)
+
+    monkeypatch.setattr(Copies, "begin", beginning)
+    monkeypatch.setattr(Copies, "_complete", completing)
+    for seed in range(1000 * course, 1000 * course + 4 * len(COPYING)):
+        random, spec = Random(seed), COPYING[seed % len(COPYING)]
+        before = undisturbed(replace(spec, heals=False, joiners=0), 0)
+        names = random.sample(sorted(before.members), 3)
+        sources.clear()
+
+        def survives(world: World, victim: str) -> bool:
+            plan = world.plan
+            there = victim in plan.members and not world.network.dead & set(plan.members)
+            return there and not takeover(plan, [victim]).unheld and not world.starves([victim])
+
+        def others_copy(world: World, victim: str = names[1]) -> bool:
+            found = {(each.source[0], m.name) for m in world.survivors() for each in m.copies.constructions.values()}
+            return survives(world, victim) and any(victim not in pair for pair in found)
+
+        def has_given(world: World, victim: str = names[2]) -> bool:
+            return victim in sources and survives(world, victim)
+
+        cuts = (
+            Cut(names[0], random.randrange(len(before.done[names[0]]) // 2)),
+            Cut(names[1], random.randrange(20), others_copy),
+            Cut(names[2], random.randrange(20), has_given),
+        )
+        world = World(spec, seed, cuts).run()
+        check(world)
+        done["lost while others copy"] += len(world.killed) > 1
+        done["went on"] += len(sources)
+        done["used"] += len(world.killed) > 2
+    assert min(done["lost while others copy"], done["went on"]) > 3 and done["given up"] > 0, done
+    assert done["used"] > 0 or course, done  # not in every course one that has given a copy is lost
 
 
 #: What scripts do besides training.

@@ -65,7 +65,7 @@ class BambooJob(SimulatedTraining):
     their states when they enter a plan that has them copied, or, where that is in the middle of an iteration, at its
     end (where a very short copy is complete at once); a copy is complete at the end of the iteration in which it
     arrives, where members wait for what the leader makes of it. Another plan begins all copies again that are not
-    complete::
+    complete; in a real job those go on whose owner stays::
 
         boundary   0                          1
         members    enter plan, offer states   complete copies, enter the next plan

@@ -6,9 +6,10 @@ of one of its parts (``.part.name``), with a leading ``@`` of a place in the thr
 step, or with ``~`` of a pass (``~forward``, ``~backward``) in which a layer of :mod:`sliced` is about to communicate.
 The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits from ``step``
 on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread
-also until the worker has written its part of the last checkpoint, which would be lost with it. With ``pause`` it first
-waits so many seconds, in which the others come to where they need this worker. Before it strikes it leaves a file, so
-that a test can count it; in that file is the tag of the checkpoint.
+also until the worker has written its part of the last checkpoint, which would be lost with it. With ``when`` alone it
+waits from ``step`` on for that file. With ``pause`` it first waits so many seconds, in which the others come to where
+they need this worker. Before it strikes it leaves a file, so that a test can count it; in that file is the tag of the
+checkpoint.
 """
 
 from __future__ import annotations
@@ -143,6 +144,8 @@ def _due(engine: Any, fault: dict[str, Any]) -> bool:
     parts = engine._parts
     if fault.get("healed"):
         return parts.progress.steps >= fault["step"] and not parts.saves._saver.busy and _healed(engine, fault)
+    if "when" in fault:
+        return parts.progress.steps >= fault["step"] and os.path.exists(fault["when"])
     return bool(parts.progress.steps == fault["step"])
 
 

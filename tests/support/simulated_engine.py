@@ -37,6 +37,7 @@ from bamboo_ds.engine.iteration.measures import Measures, PassBytes
 from bamboo_ds.engine.parts import Parts
 from bamboo_ds.engine.pipeline_engine import BambooPipelineEngine
 from bamboo_ds.engine.replicas.building import StageBuilder
+from bamboo_ds.engine.replicas.construction import Snapshots
 from bamboo_ds.engine.script.flags import FLAGS
 from bamboo_ds.engine.stage.groups import RoleGroups
 from bamboo_ds.engine.stage.layers import Layers
@@ -64,9 +65,9 @@ from .simulated_worker import (
     DrawnIdleTimes,
     Group,
     Job,
+    Offers,
     Saves,
     Session,
-    Snapshots,
     StragglersBlockTimes,
 )
 
@@ -182,9 +183,9 @@ class Member(Parts):
         builder = _Builder(context)
         builder.member = self
         saves: Any = Saves()
-        self.snapshots: Any = Snapshots(world, name)
+        self.offers: Any = Offers(world, name)
         tied = {0, layout.stages - 1} if spec.tied else set()
-        super().__init__(context, supply, saves, builder, self.snapshots, tied, measures, {})
+        super().__init__(context, supply, saves, builder, Snapshots(self.offers), tied, measures, {})
         self.replay.report_layout = lambda: world.wait_for_admission(name)
         self.iteration.checks.begin(spec.checked)
 

@@ -20,8 +20,8 @@ from bamboo_ds.engine.iteration.block_times import BlockTimes
 from bamboo_ds.engine.iteration.measures import IdleTimes
 from bamboo_ds.engine.script.flags import FLAGS
 from bamboo_ds.engine.stage.runtime import RuntimeBinding
-from bamboo_ds.errors import EpochChanged, FatalLoss, Left
-from bamboo_ds.state import split
+from bamboo_ds.errors import EpochChanged, FatalLoss, Left, TransferError
+from bamboo_ds.state import join
 from bamboo_ds.topology import BlockSeconds, Layout, Plan, Role
 
 from .simulated_network import Attachment
@@ -259,55 +259,56 @@ class StragglersBlockTimes(BlockTimes):
         return self._told
 
 
-class Snapshots:
-    """What a member offers to others, as :class:`bamboo_ds.engine.replicas.construction.Snapshots` does.
+class Offers:
+    """What a member offers to others, as :class:`bamboo_ds.comm.bulk.offers.Offers`.
 
     Attributes:
-        early: how many it has offered when their plan began, not after the operation that it began with.
+        early: how many snapshots it has offered when their plan began, not after the operation that it began with.
     """
 
     def __init__(self, world: World, member: str) -> None:
         self._world, self._member = world, member
         self.early = 0
-        self._wanted: set[Role] = set()
-        self._offered: dict[str, Any] = {}
+        self.offered: dict[str, tuple[str, list[torch.Tensor]]] = {}
 
-    def begin(self) -> None:
-        self._offered.clear()
-        self._wanted.clear()
+    def offer(self, key: str, text: str, tensors: list[torch.Tensor]) -> None:
+        assert key not in self.offered, f"{key} is offered again"
+        self.offered[key] = text, tensors
+        self.early += join(text, tensors)["sequence"] < self._world.members[self._member].progress.sequence
 
-    def want(self, role: Role) -> None:
-        self._wanted.add(role)
+    def withdraw(self, key: str) -> None:
+        del self.offered[key]
 
-    def wanted(self) -> list[Role]:
-        return sorted(self._wanted)
-
-    def offer(self, role: Role, key: str, state: Any, sequence: int) -> None:
-        text, tensors = split({"sequence": sequence, "state": state})
-        self._offered[key] = text, [tensor.detach().clone() for tensor in tensors]
-        self.early += sequence < self._world.members[self._member].progress.sequence
-        self._wanted.discard(role)
-
-    def fetched(self, key: str) -> Any:
-        """What is offered under ``key``, if it has come by now."""
-        return self._offered.get(key) if self._world.random.random() < 0.7 else None
+    def close(self) -> None:
+        self.offered.clear()
 
 
 class Fetching:
-    """A copy, as :class:`bamboo_ds.comm.bulk.copying.Fetch`. It ends at some time, as long as its source lives."""
+    """A copy, as :class:`bamboo_ds.comm.bulk.copying.Fetch`. It ends at some time, as long as its source lives.
+
+    It begins with what is offered first, and fails where that is withdrawn.
+    """
 
     def __init__(self, world: World, member: str, key: str) -> None:
         self._key, self._member, self._world = key, member, world
+        self._chance = world.random.choice((0.2, 0.9))
+        self._begun: Any = None
         self._found: Any = None
 
     def done(self) -> bool:
         if self._found is None and self._member not in self._world.network.dead:
-            self._found = self._world.members[self._member].snapshots.fetched(self._key)
+            offered = self._world.members[self._member].offers.offered.get(self._key)
+            self._begun = self._begun or offered
+            if self._begun is not offered:
+                return True
+            self._found = offered if self._world.random.random() < self._chance else None
         return self._found is not None
 
     def result(self) -> Any:
         if self._key.startswith((History.PREFIX, FLAGS)):
             return self._world.answer(self._member, self._key), []
+        if self._found is None:
+            raise TransferError(f"{self._key} was withdrawn")
         text, tensors = self._found
         return text, [tensor.clone() for tensor in tensors]
 

@@ -102,7 +102,12 @@ class Copies(InContext):
     # -- in the background --------------------------------------------------------------------------------
 
     def begin(self, plan: Plan, reports: Reports, step: int) -> None:
-        """Begin to build the replicas of ``plan``, and find out which snapshots this member has to offer.
+        """Build the replicas of ``plan``, and find out which snapshots this member has to offer.
+
+        A copy that was begun under an earlier plan goes on where the owner is the same. No operation has been committed
+        without the builder, so it has kept all that the owner has done since it began, and any snapshot that the owner
+        has taken since then will do. An owner that has withdrawn the one that the builder is fetching, since it has
+        entered a plan that the builder has not, offers another one under the same key.
 
         Args:
             plan: the plan that begins.
@@ -112,16 +117,25 @@ class Copies(InContext):
                 boundary before.
         """
         self._first = step
-        self.cancel()
-        self.snapshots.begin()
+        wanted: dict[str, Role] = {}
+        sources: dict[Role, tuple[str, str]] = {}
         for rank, builder in plan.learners:
-            role = self.epoch.layout.role(rank)
             if rank in reports[builder].replicas:
                 continue
-            if plan.owners[rank] == self.epoch.member:
-                self.snapshots.want(role)
+            role, owner = self.epoch.layout.role(rank), plan.owners[rank]
+            source = reports[builder].copying.get(rank)
+            if source is None or source[0] != owner:
+                source = owner, snapshot_key(plan.epoch, rank)
+            if owner == self.epoch.member:
+                wanted[source[1]] = role
             if builder == self.epoch.member:
-                source = plan.owners[rank], snapshot_key(plan.epoch, rank)
+                sources[role] = source
+        self.snapshots.want(wanted)
+        for construction in list(self.constructions.values()):
+            if construction.source != sources.get(construction.role):
+                self._give_up(construction)
+        for role, source in sources.items():
+            if role not in self.constructions:
                 self.constructions[role] = Construction(role, source, self._fetch(*source))
                 self.epoch.channel.activity.telling["copies"] = self.tell
         if all_at_boundary(reports, step):
@@ -139,25 +153,27 @@ class Copies(InContext):
             construction.positions[sequence] = SchedulerPosition.of(self.binding.local)
 
     def _offer(self, sequence: int) -> None:
-        for role in self.snapshots.wanted():
-            key = snapshot_key(self.epoch.plan.epoch, self.epoch.layout.rank(role))
-            self.snapshots.offer(role, key, capture(self.binding.runtimes[role]), sequence)
+        for key, role in self.snapshots.due():
+            self.snapshots.offer(key, capture(self.binding.runtimes[role]), sequence)
 
     def drop_incoming(self) -> None:
         """What this iteration's reductions have given is void."""
         for construction in self.constructions.values():
             construction.incoming = None
 
-    def cancel(self) -> None:
-        """Give up all replicas under construction."""
-        for construction in self.constructions.values():
-            construction.fetch.cancel()
-            construction.kept.clear()  # what is to be done refers to the construction, and to gradients on the device
-            runtime = construction.runtime
-            if runtime is not None and runtime is not self.binding.local:
-                runtime.optimizer.release()
-        self.constructions.clear()
-        self.epoch.channel.activity.telling.pop("copies", None)
+    def _give_up(self, construction: Construction) -> None:
+        """The replica is not wanted any more."""
+        self._remove(construction)
+        construction.fetch.cancel()
+        construction.kept.clear()  # what is to be done refers to the construction, and to gradients on the device
+        runtime = construction.runtime
+        if runtime is not None and runtime is not self.binding.local:
+            runtime.optimizer.release()
+
+    def _remove(self, construction: Construction) -> None:
+        del self.constructions[construction.role]
+        if not self.constructions:
+            self.epoch.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
         """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
@@ -201,9 +217,7 @@ class Copies(InContext):
         assert runtime is not None
         self.binding.runtimes[role] = runtime
         runtime.owned, runtime.verification.valid, runtime.stale = False, True, self.epoch.layout.sharded
-        del self.constructions[role]
-        if not self.constructions:
-            self.epoch.channel.activity.telling.pop("copies", None)
+        self._remove(construction)
         logger.info("the replica of role %s is complete", role)
         self.epoch.channel.event(
             "replica_built",
@@ -239,7 +253,8 @@ class Copies(InContext):
 
     def close(self) -> None:
         """End."""
-        self.cancel()
+        for construction in list(self.constructions.values()):
+            self._give_up(construction)
         self.snapshots.close()
 
 

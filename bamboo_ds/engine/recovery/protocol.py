@@ -175,6 +175,7 @@ class RecoveryProtocol(InContext):
             repeatable=self.operation is None or self.operation.repeatable(),
             stale=any(runtime.stale for runtime in self.binding.runtimes.values()),
             replicas=self.copies.replicas(),
+            copying={layout.rank(role): each.source for role, each in self.copies.constructions.items()},
             joining=self.progress.joining,
             history=len(self.history),
             steps=self.progress.steps,

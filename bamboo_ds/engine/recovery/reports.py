@@ -103,6 +103,7 @@ class MemberReport(JobFacts):
         repeatable: it could enter the commit of this operation again, if it has entered it.
         stale: it lacks what the shards of other members' steps have changed.
         replicas: ranks of the roles whose replica it holds.
+        copying: of the roles whose replica it builds, by rank: the member that offers the snapshot, and its key.
         joining: it has just come, and takes over from the others where the job stands.
         history: operations of the script that it knows the results of.
         steps: iterations committed.
@@ -122,6 +123,7 @@ class MemberReport(JobFacts):
     repeatable: bool
     stale: bool
     replicas: tuple[int, ...]
+    copying: dict[int, tuple[str, str]]
     joining: bool
     history: int
     steps: int

@@ -4,7 +4,8 @@ The owner takes a snapshot (a copy in host memory) at the boundary between two o
 names the builder, or, where that plan comes in the middle of an operation, at its end; the snapshot travels in the
 background. Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
 When the snapshot is there it is built and the kept iterations are performed on it, in order, by the same optimizer
-steps; then it is a replica like any other::
+steps; then it is a replica like any other. A loss of others changes nothing of that: what an interrupted iteration has
+brought is not kept before its commit::
 
     iteration   t       t+1     t+2     t+3     t+4
     owner       step    step    step    step    step
@@ -17,7 +18,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -115,30 +116,26 @@ class Snapshots:
 
     def __init__(self, offers: Offers) -> None:
         self._offers = offers
-        self._wanted: set[Role] = set()
-        self._offered: dict[Role, str] = {}
+        self._offered: set[str] = set()
+        self._due: dict[str, Role] = {}
 
-    def begin(self) -> None:
-        """A new epoch begins: what was offered in the one before is void."""
-        for key in self._offered.values():
+    def want(self, wanted: Mapping[str, Role]) -> None:
+        """A new epoch begins, in which these snapshots are wanted, by key: those that are not offered yet are due."""
+        for key in self._offered - wanted.keys():
             self._offers.withdraw(key)
-        self._offered.clear()
-        self._wanted.clear()
+        self._offered &= wanted.keys()
+        self._due = {key: role for key, role in wanted.items() if key not in self._offered}
 
-    def want(self, role: Role) -> None:
-        """A snapshot of ``role`` is due at the next boundary."""
-        self._wanted.add(role)
+    def due(self) -> list[tuple[str, Role]]:
+        """Keys and roles of the snapshots that are due at the next boundary."""
+        return sorted(self._due.items())
 
-    def wanted(self) -> list[Role]:
-        """Roles of which a snapshot is due now."""
-        return sorted(self._wanted)
-
-    def offer(self, role: Role, key: str, state: Tree, sequence: int) -> None:
-        """Copy ``state`` as it is after operation ``sequence`` and offer it."""
+    def offer(self, key: str, state: Tree, sequence: int) -> None:
+        """Copy ``state`` as it is after operation ``sequence`` and offer it under ``key``."""
         text, tensors = split({"sequence": sequence, "state": state})
         self._offers.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
-        self._offered[role] = key
-        self._wanted.discard(role)
+        self._offered.add(key)
+        del self._due[key]
 
     def close(self) -> None:
         """Offer nothing any more."""
@@ -146,5 +143,5 @@ class Snapshots:
 
 
 def snapshot_key(epoch: int, rank: int) -> str:
-    """Name of the snapshot of a role that is taken in an epoch."""
+    """Name of the snapshot of a role for the copies that begin in an epoch."""
     return f"{epoch}/{rank}"
