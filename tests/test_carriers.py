@@ -204,6 +204,33 @@ def test_memory_that_nobody_has_filled(ends: Ends) -> None:
         ends.receiver.read()
 
 
+# -- memory for what arrives ----------------------------------------------------------------------------------
+def test_memory_is_used_again_when_its_message_is_dropped() -> None:
+    buffers = wire.Buffers(smallest=1000, most=10_000)
+    first, other = buffers.take(4000), buffers.take(4000)
+    where = {first.data_ptr(), other.data_ptr()}
+    assert len(where) == 2 and not any(place % 64 for place in where)
+    part = first.view(torch.float32)[3:7]  # of a message
+    del first
+    assert buffers.take(4000).data_ptr() not in where, "a part of it is in use"
+    part.zero_()
+    del part, other
+    again = [buffers.take(4000) for _ in range(3)]
+    assert where < {each.data_ptr() for each in again}
+    view = wire.view(again.pop())
+    place = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
+    assert buffers.take(4000).data_ptr() != place, "its memory is looked at"
+
+
+def test_not_more_memory_is_kept_than_it_may() -> None:
+    buffers = wire.Buffers(smallest=1000, most=10_000)
+    many = [buffers.take(4000) for _ in range(5)] + [buffers.take(20_000), buffers.take(999)]
+    assert not buffers._free
+    del many
+    assert 0 < sum(each.nbytes for each in buffers._free.values()) <= 10_000
+    assert buffers.take(5000).numel() == 5000, "another size"
+
+
 # -- the agreement --------------------------------------------------------------------------------------------
 def tcp() -> tuple[socket.socket, socket.socket]:
     with socket.create_server(("127.0.0.1", 0)) as listener:

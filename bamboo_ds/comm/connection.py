@@ -173,8 +173,8 @@ class Connection:
 
     def _prepare_some(self) -> bool:
         """Have enough ready for one call of the kernel; whether there is anything."""
-        carried = 0  # bytes that the kernel does not see: the other end can take them as soon as it has their marks
-        while self._prepared - self._taken + carried < _READY and len(self._ready) < _PIECES:
+        carried = False  # a segment that the other end can take as soon as it has the mark
+        while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             if self._begun is None:
                 if not self._queue:
                     break
@@ -183,8 +183,7 @@ class Connection:
             else:
                 segment = self._begun.segments.popleft()
                 size = sum(piece.nbytes for piece in segment)
-                pieces = self.sharing.sender(size).send(segment)
-                carried += size + 1 - self._prepare(pieces)
+                carried = self._prepare(self.sharing.sender(size).send(segment)) <= size
             if not self._begun.segments:
                 self._ends.append(self._prepared)
                 self._begun = None
@@ -223,18 +222,19 @@ class Connection:
                     continue
                 if self._budget <= 0:
                     return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
-                direct = len(self._target) >= _BUFFER
+                direct = len(self._target) if len(self._target) >= _BUFFER else 0
                 try:
-                    count = self.socket.recv_into(self._target if direct else self._buffer)
+                    if direct:  # and what comes after it: a mark, or the head of a frame
+                        count = self.socket.recvmsg_into([self._target, self._buffer[: wire.HEAD]])[0]
+                    else:
+                        count = self.socket.recv_into(self._buffer)
                 except BlockingIOError:
                     return
                 if not count:
                     raise self._failure or ConnectionError("closed by the peer")
                 self._budget -= count
-                if direct:
-                    self._target = self._target[count:]
-                else:
-                    self._first, self._last = 0, count
+                self._target = self._target[min(count, direct) :]
+                self._first, self._last = 0, max(0, count - direct)
             self._target = next(self._parser)
 
     def _take_from_buffer(self) -> None:

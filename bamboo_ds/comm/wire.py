@@ -15,6 +15,7 @@ next frame. Numbers are little-endian.
 from __future__ import annotations
 
 import struct
+import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ _MAX_META = 1 << 28
 #: Bytes, of tensors in host memory.
 _ALIGNMENT = 64
 #: Bytes of data between two marks.
-SEGMENT = 1 << 20
+SEGMENT = 1 << 19
 #: Marks: the frame ends here and is void; the segment follows. All others are another carrier's.
 VOID, HERE = memoryview(b"\0"), memoryview(b"\1")
 
@@ -152,15 +153,46 @@ def view(data: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def _empty(size: int) -> torch.Tensor:
-    """A flat byte tensor, aligned as torch's own are.
+class Buffers:
+    """Memory for what arrives: that of messages that have been dropped is kept for the next ones of the same size.
 
-    Its memory is numpy's, which asks the kernel for huge pages: most of the time in which a large message is received
-    goes into the faults of fresh pages.
+    Most of the time in which a large message is received would go into the faults of fresh pages.
+
+    Args:
+        smallest: bytes of messages that are worth it.
+        most: bytes that are kept.
     """
-    memory = numpy.empty(size + _ALIGNMENT, numpy.uint8)
-    begin = -memory.ctypes.data % _ALIGNMENT
-    return torch.from_numpy(memory[begin : begin + size])
+
+    def __init__(self, smallest: int = 1 << 20, most: int = 64 << 20) -> None:
+        self._smallest, self._most = smallest, most
+        # By identity, oldest first. No lock: a collection may drop a message at any moment, on any thread.
+        self._free: dict[int, Any] = {}
+
+    def take(self, size: int) -> torch.Tensor:
+        """A flat byte tensor with any content, aligned as torch's own are."""
+        if size < self._smallest:
+            return torch.empty(size, dtype=torch.uint8)
+        memory = self._found(size + _ALIGNMENT)
+        if memory is None:
+            memory = numpy.empty(size + _ALIGNMENT, numpy.uint8)  # asks the kernel for huge pages
+        begin = -memory.ctypes.data % _ALIGNMENT
+        part = memory[begin : begin + size]
+        weakref.finalize(part, self._keep, memory).atexit = False
+        return torch.from_numpy(part)
+
+    def _found(self, size: int) -> Any:
+        for key, memory in reversed(list(self._free.items())):  # the last one is in caches
+            if memory.nbytes == size and self._free.pop(key, None) is not None:
+                return memory
+        return None
+
+    def _keep(self, memory: Any) -> None:
+        self._free[id(memory)] = memory
+        while sum(each.nbytes for each in list(self._free.values())) > self._most:
+            self._free.pop(next(iter(self._free), 0), None)
+
+
+_BUFFERS = Buffers()
 
 
 def tensor_of(data: bytes | memoryview) -> torch.Tensor:
@@ -236,7 +268,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
         size = dtype.itemsize
         for extent in shape:
             size *= extent
-        tensors.append(WireTensor(_empty(size), dtype, shape, device == _CUDA))
+        tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _CUDA))
     return key, tensors
 
 

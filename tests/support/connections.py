@@ -57,8 +57,8 @@ def share(caller: Connection, host: Connection) -> None:
     """What the two would agree on, were they of two processes."""
     descriptor = slabs.created()
     for end in (caller, host):
-        end.sharing.memory = slabs.Slabs(descriptor, end is caller)
-        end.sharing._accepted = True
+        end.sharing.memory = memory = slabs.Slabs(descriptor, end is caller)
+        end.sharing._use(memory)
     os.close(descriptor)
 
 

@@ -40,13 +40,14 @@ class Sharing:
         self.memory: Slabs | None = None
         self._member, self._socket, self._host = member, sock, host
         self._stream = InStream()
-        self._accepted = False  # the other end has mapped the memory
+        self._senders: tuple[Carrier, ...] = (
+            self._stream,
+        )  # the first that is ready; memory once the other end has it
         self._descriptor = -1
 
     def sender(self, size: int) -> Carrier:
         """What a segment of ``size`` bytes goes by."""
-        memory = self.memory
-        return memory if memory is not None and self._accepted and memory.ready(size) else self._stream
+        return next(each for each in self._senders if each.ready(size))
 
     def receiver(self, mark: int) -> Carrier:
         """What has the segment that ``mark`` tells of."""
@@ -80,10 +81,8 @@ class Sharing:
             return self._answer(said)
         if what == _OFFERED or self._descriptor < 0:
             raise ProtocolError(f"{self._member} speaks of memory once more, or of none")
-        self._close()
-        self._accepted = what == _ACCEPTED
-        if self._accepted:
-            logger.info("%s and this member share memory", self._member)
+        if what == _ACCEPTED and self.memory is not None:
+            self._use(self.memory)
         else:
             self._give_up(said.decode(errors="replace"))
         return None
@@ -98,10 +97,14 @@ class Sharing:
         except (OSError, RuntimeError, ValueError, TypeError) as error:
             self._give_up(str(error))
             return wire.control(wire.SHARE, _REFUSED, wire.EVERY, str(error).encode()[:1024])
-        self._close()
-        self._accepted = True
-        logger.info("%s and this member share memory", self._member)
+        self._use(self.memory)
         return wire.control(wire.SHARE, _ACCEPTED, wire.EVERY)
+
+    def _use(self, memory: Slabs) -> None:
+        """Both ends have mapped it."""
+        self._close()
+        self._senders = (memory, self._stream)
+        logger.info("%s and this member share memory", self._member)
 
     def _same_address(self) -> bool:
         own, other = self._socket.getsockname(), self._socket.getpeername()
@@ -119,7 +122,7 @@ class Sharing:
     def end(self) -> None:
         """Let go of everything."""
         self._close()
-        self._accepted = False
+        self._senders = (self._stream,)
         if self.memory is not None:
             self.memory.abort()
             self.memory = None

@@ -27,7 +27,7 @@ from .. import wire
 
 #: Slabs of each direction. The lowest that is free is taken, so that few are in use (and in caches) where the receiver
 #: keeps up, and memory is taken only by those that ever were.
-SLABS = 16
+SLABS = 32
 #: Bytes of the smallest segments that are worth it.
 SMALLEST = 1 << 15
 #: Bytes before the slabs, and of the token with which they begin.
