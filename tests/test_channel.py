@@ -292,6 +292,7 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "BAMBOO_MEMBER": "m3-ab",
         "BAMBOO_JOB": "j",
         "BAMBOO_ADDRESS": "127.0.0.2",
+        "BAMBOO_HOST": "emulated-1",
         "RANK": "3",
         "WORLD_SIZE": "4",
     }
@@ -307,7 +308,7 @@ def test_from_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         4,
         "127.0.0.2",
     )
-    assert channel.listener is not None and channel.listener.place == reached
+    assert channel.listener is not None and channel.listener.place == reached and channel.host == "emulated-1"
     assert "BAMBOO_CHANNEL_FD" not in os.environ and "BAMBOO_LISTENER" not in os.environ
     assert not os.get_inheritable(fd) and not os.get_inheritable(listening)
     pid = os.fork()

@@ -87,6 +87,13 @@ def test_agent_and_worker_get_the_settings_with_what_the_command_line_gives() ->
     assert JobRecord.from_json(told.record(4).to_json()).settings == resolved
 
 
+def test_a_worker_knows_its_host_s_name_where_it_is_another_one_than_the_machine_s() -> None:
+    """Emulated hosts share no memory."""
+    emulated = settings_told(replace(agent(), host="emulated-1").environment({}))
+    assert worker_environment(emulated, "m")["BAMBOO_HOST"] == "emulated-1"
+    assert "BAMBOO_HOST" not in worker_environment(agent(), "m")
+
+
 @pytest.mark.parametrize("known", [True, False])
 def test_a_script_goes_by_the_settings_of_its_job(known: bool) -> None:
     job: Any = object.__new__(Job)
