@@ -46,4 +46,4 @@ def coverage_bounds(stages: int, micro_batches: int, forward: float, backward: f
 
 
 def _room(idle: float, forward: float, available: int) -> int:
-    return max(0, min(int(idle / forward + _TOLERANCE), available))
+    return max(0, min(int(idle / forward + _TOLERANCE), available)) if forward else available
