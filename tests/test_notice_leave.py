@@ -260,6 +260,21 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     assert (action.plan.members[-1], action.plan.homes[-1]) == ("m5", 3)
 
 
+def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
+    """Released at last, since it is short of time, it is registered until its worker has ended."""
+    job = Simulated(hosts(4), apart=True)
+    del job.members["m3"]
+    job.left["m3"] = left_record("m3", "lost")
+    assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
+    job.enter()
+    job.join(4, home=3)
+    job.notice(4)
+    assert job.step() == StartDataWorker(3)
+    job.join(5, home=3)
+    action = job.step()
+    assert isinstance(action, WritePlan) and action.plan.members[-1] == "m5"
+
+
 def test_without_iterators_nobody_is_needed_to_draw_batches() -> None:
     job = Simulated(hosts(4), iterators=False)
     job.notice(0, 3)

@@ -265,8 +265,12 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
 
 
 def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
-    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches."""
-    able = [r for r in in_slot_order(view.members.values()) if r.joiner and r.home in at and r.id not in plan.members]
+    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches.
+
+    One that leaves, and has just got rid of what it had, may be registered still; it is not called back.
+    """
+    there = [r for r in in_slot_order(view.members.values()) if r.id not in plan.members and r.state != "leaving"]
+    able = [r for r in there if r.joiner and r.home in at]
     ready = [r for r in able if r.id in view.reports]
     if ready:
         new_plan = replace(
