@@ -5,18 +5,14 @@ from __future__ import annotations
 import errno
 import itertools
 import os
-import random
 import re
 import select
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from bamboo_ds.comm import connection as module
 from bamboo_ds.comm import hub as hub_module
@@ -67,33 +63,6 @@ def test_frames_of_all_sizes(ends: Ends) -> None:
     assert ends.sender.written == ends.sender.sent == len(sent)
     assert [(key, sequence) for _, key, sequence, _ in ends.got] == [(key, n) for n, (key, _) in enumerate(sent)]
     assert all(same(found[3], payload) for found, (_, payload) in zip(ends.got, sent, strict=True))
-
-
-@given(st.integers(0, 2**32), st.sampled_from([16, 1000, 1 << 18]))
-def test_frames_in_pieces_of_any_size(seed: int, segment: int) -> None:
-    """A relay passes random numbers of bytes on; buffers of the reader are small."""
-    chance = random.Random(seed)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(wire, "SEGMENT", segment)
-        patch.setattr(module, "_READY", chance.choice([1, 3000, 1 << 20]))
-        patch.setattr(module, "_PIECES", chance.choice([1, 3, 512]))
-        patch.setattr(module, "_BUFFER", chance.choice([300, 1 << 16]))
-        ends = Ends()
-        try:
-            sent: list[wire.Payload] = []
-            for sequence in range(chance.randrange(1, 12)):
-                size = chance.choice([0, 1, chance.randrange(50), chance.randrange(9000), segment % 9000])
-                sent.append(chance.choice([filled(size), (filled(size), filled(size // 2)), None]))
-                ends.narrow.takes = 0
-                assert ends.send(1, sequence, sent[-1]) == sequence + 1
-            while len(ends.got) < len(sent):
-                ends.narrow.takes = chance.choice([1, chance.randrange(1, 600), chance.randrange(1, 20_000)])
-                ends.sender.flush()
-                ends.receiver.read()
-            assert ends.sender.written == len(sent)
-            assert all(same(found[3], payload) for found, payload in zip(ends.got, sent, strict=True))
-        finally:
-            ends.close()
 
 
 def test_what_has_been_taken_is_kept_no_longer(ends: Ends) -> None:
@@ -234,16 +203,6 @@ def test_nothing_waits_until_both_ends_have_proven_themselves(ends: Ends) -> Non
     ends.sender.open = True
     ends.pump()
     assert [found[2] for found in ends.got] == [2] and ends.sender.written == 2
-
-
-def test_what_is_in_the_buffer_is_read_whatever_has_been_read(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel tells of it no more: with the last bytes that it has, all frames are read."""
-    monkeypatch.setattr(module, "_READ_AT_MOST", 100)
-    for number in range(20):
-        ends.send(1, number, filled(number))
-    assert ends.sender.written == 20
-    ends.receiver.read()
-    assert len(ends.got) == 20
 
 
 def test_the_loop_is_told_when_to_look(ends: Ends) -> None:
@@ -502,39 +461,6 @@ def test_who_has_left_a_newer_epoch_has_left_the_older_ones(hubs: Hubs) -> None:
     hubs["b"].leave(5, True)
     fifth.wait(lambda: bool(fifth.gone))
     assert fifth.gone == [("b", True)]
-
-
-def test_an_epoch_that_ends_as_it_asks_what_was_read_asks_nothing_of_the_next(hubs: Hubs) -> None:
-    """The question was never sent: the next epoch must not wait for the answer."""
-
-    def links(number: int) -> Links:
-        life = Lifetime(number, lambda member, reason: None, lambda host, port: None)
-        return Links(life, hubs["a"], "ab", "a", hubs.places)
-
-    first, second, faults = links(1), links(2), []
-    first.enter()
-    send = first._send
-
-    def end_before(member: str, frame: wire.Segments) -> Any:
-        first.life.abort("now", lambda: hubs["a"].leave(1, False))
-        faults.append(member)
-        return send(member, frame)
-
-    first.send("b", b"key", 1, None)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(first, "_send", end_before)
-        with pytest.raises(EpochChanged):
-            first.flush()
-    assert faults == ["b"]
-    second.enter()
-    with ThreadPoolExecutor() as pool:
-        waits = pool.submit(second.flush)
-        try:
-            waits.result(20)
-        finally:
-            second.life.abort("the test is over", lambda: None)
-    connection = hubs["a"].known("b")
-    assert connection is not None and connection.confirmed == connection.asked
 
 
 def test_a_new_connection_begins_with_what_was_left(hubs: Hubs) -> None:

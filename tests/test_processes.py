@@ -51,7 +51,9 @@ def run(folder: Path, name: str, command: list[str], fork: bool, **options: Any)
 
 def seen(folder: Path) -> dict[str, Any]:
     """What the probe has told; a line of that length may be cut by what others print."""
-    found: dict[str, Any] = json.loads((folder / "seen.json").read_text())
+    file = folder / "seen.json"
+    found: dict[str, Any] = json.loads(file.read_text())
+    file.unlink()  # the next process tells anew
     return found
 
 

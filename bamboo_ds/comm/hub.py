@@ -186,11 +186,8 @@ class Hub:
         self._calls.pop(connection, None)
         opened = connection.socket
         try:
-            error = (
-                at_once
-                if at_once not in (0, errno.EINPROGRESS)
-                else opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
-            )
+            error = 0 if at_once == errno.EINPROGRESS else at_once
+            error = error or opened.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
             if error:
                 raise OSError(error, os.strerror(error))
             sockets.watch_silence(opened, self._silence_s)

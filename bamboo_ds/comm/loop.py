@@ -30,7 +30,8 @@ class SocketLoop:
         self.timers: list[Callable[[], float | None]] = []
         self._wake = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._epoll.register(self._wake, select.EPOLLIN)
-        self._closing = self._failed = False
+        self._closing = False
+        self._told: set[str] = set()  # defects
         self._thread = threading.Thread(target=self._run, name="bamboo-wire", daemon=True)
 
     def start(self) -> None:
@@ -84,7 +85,8 @@ class SocketLoop:
         """What ``call`` returns; ``None`` if there is a defect in it: all else must go on."""
         try:
             return call()
-        except Exception:
-            logger.log(logging.DEBUG if self._failed else logging.ERROR, "a socket's handler failed", exc_info=True)
-            self._failed = True  # it may do so for ever, and must not fill the log
+        except Exception as error:
+            defect = repr(error)  # it may show for ever, and must not fill the log
+            logger.log(logging.DEBUG if defect in self._told else logging.ERROR, "a handler failed", exc_info=True)
+            self._told.add(defect)
             return None

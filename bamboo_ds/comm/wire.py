@@ -188,8 +188,13 @@ class Buffers:
 
     def _keep(self, memory: Any) -> None:
         self._free[id(memory)] = memory
-        while sum(each.nbytes for each in list(self._free.values())) > self._most:
-            self._free.pop(next(iter(self._free), 0), None)
+        kept = list(self._free.items())  # at once: others may take and keep meanwhile
+        size = sum(each.nbytes for _, each in kept)
+        for key, each in kept:
+            if size <= self._most:
+                break
+            self._free.pop(key, None)
+            size -= each.nbytes
 
 
 _BUFFERS = Buffers()

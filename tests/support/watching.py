@@ -13,7 +13,7 @@ from .compare import assert_computed
 from .jobs import Result, RunningJob
 
 #: Seconds within which the next thing happens, also on a machine with much to do.
-PATIENCE_S = 240.0
+PATIENCE_S = 180.0
 
 
 def registered(urls: str, job: str, secret: JobSecret = NONE) -> list[MemberRecord]:

@@ -40,9 +40,8 @@ class Sharing:
         self.memory: Slabs | None = None
         self._member, self._socket, self._host = member, sock, host
         self._stream = InStream()
-        self._senders: tuple[Carrier, ...] = (
-            self._stream,
-        )  # the first that is ready; memory once the other end has it
+        # The first that is ready has a segment; memory is among them once both ends have mapped it.
+        self._senders: tuple[Carrier, ...] = (self._stream,)
         self._descriptor = -1
 
     def sender(self, size: int) -> Carrier:
