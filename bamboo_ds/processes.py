@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 import signal
-from collections.abc import Collection
+import time
+from collections.abc import Collection, MutableMapping
 from functools import lru_cache
 from pathlib import Path
 
@@ -14,6 +16,15 @@ import psutil
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
+#: The variable by which a worker gets the descriptor of its :class:`Tether`.
+ENV_TETHER = "BAMBOO_TETHER_FD"
+_PAGE = 4096
+#: Bytes for a ``pthread_mutexattr_t``, which has 4 on Linux.
+_ATTRIBUTES = 64
+_PTHREAD_PROCESS_SHARED = _PTHREAD_MUTEX_ROBUST = 1
+#: Places in what :func:`status_of` returns, and the flag of a thread that runs no code of its own any more.
+_FLAGS, _STARTED, _EXIT_STATUS = 6, 19, 49
+_PF_EXITING = 0x4
 #: Time that processes which a worker leaves behind get between SIGTERM and SIGKILL, in seconds.
 _LEFTOVER_GRACE_S = 0.5
 
@@ -58,15 +69,107 @@ def started(pid: int) -> int | None:
     With the process id this names a process for good.
     """
     status = status_of(pid)
-    return None if status is None else int(status[19])
+    return None if status is None else int(status[_STARTED])
 
 
 def status_of(pid: int) -> list[str] | None:
     """What the kernel tells of process ``pid``, from its state on (proc_pid_stat(5)); ``None`` if there is none."""
+    return _read_status(Path(f"/proc/{pid}/stat"))
+
+
+def _read_status(path: Path) -> list[str] | None:
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return path.read_text().rpartition(")")[2].split()
     except (FileNotFoundError, ProcessLookupError):
         return None
+
+
+def is_ending(pid: int) -> bool:
+    """Whether the kernel is ending process ``pid``, or has ended it, so that its main thread runs no code any more."""
+    status = status_of(pid)
+    return status is None or _exits(status)
+
+
+def exit_of(pid: int) -> int | None:
+    """The exit code of a process whose main thread has died, the negative number of a signal if one has ended it.
+
+    Waits until all of its threads have died, too, so that none of its code runs any more. The kernel still has to give
+    its memory and its devices back, and the process can not be waited for yet.
+
+    Returns:
+        ``None`` where it is too late or too early to tell: the process has been waited for, its main thread lives, as
+        after ``exec``, or the code is 0, which the kernel also says to those who may not know.
+    """
+    while (status := status_of(pid)) is not None and _exits(status):
+        threads = [_read_status(thread / "stat") for thread in Path(f"/proc/{pid}/task").iterdir()]
+        if all(thread is None or _exits(thread) for thread in threads):
+            return os.waitstatus_to_exitcode(int(status[_EXIT_STATUS])) or None
+        time.sleep(0.001)  # of this there is no event
+    return None
+
+
+def _exits(status: list[str]) -> bool:
+    return bool(int(status[_FLAGS]) & _PF_EXITING)
+
+
+class Tether:
+    """Tells a process at once that the main thread of another one of this host has died, whatever has killed it.
+
+    The kernel ends a dead process's connections, and tells its parent, after it has taken all of its memory apart:
+    tenths of a second on a busy machine, and more for each GB. Before that it gives up what the threads held: a robust
+    mutex in shared memory (``pthread_mutexattr_setrobust``), for which the other process waits.
+
+    Attributes:
+        fd: of the memory, to be passed on with the variable :data:`ENV_TETHER`; closed by :meth:`close`.
+    """
+
+    def __init__(self) -> None:
+        """Raises ``OSError``."""
+        self.fd = os.memfd_create("bamboo-tether", os.MFD_CLOEXEC)
+        try:
+            os.ftruncate(self.fd, _PAGE)
+            self._memory, self._mutex = _mutex_in(self.fd)
+            attributes = ctypes.create_string_buffer(_ATTRIBUTES)
+            _check(_libc.pthread_mutexattr_init(attributes))
+            _check(_libc.pthread_mutexattr_setpshared(attributes, _PTHREAD_PROCESS_SHARED))
+            _check(_libc.pthread_mutexattr_setrobust(attributes, _PTHREAD_MUTEX_ROBUST))
+            _check(_libc.pthread_mutex_init(self._mutex, attributes))
+        except BaseException:
+            self.close()
+            raise
+
+    def await_death(self) -> None:
+        """Wait until the thread that holds it has died, or its process has called ``exec``. One must hold it."""
+        _libc.pthread_mutex_lock(self._mutex)
+
+    def close(self) -> None:
+        """Close the descriptor; the memory stays."""
+        os.close(self.fd)
+
+
+def hold_tether(environ: MutableMapping[str, str]) -> None:
+    """Hold the tether that this process has from its agent, if it has one, until this thread's death."""
+    global _held
+    text = environ.pop(ENV_TETHER, None)
+    if text is not None:
+        memory, mutex = _mutex_in(int(text))
+        os.close(int(text))
+        _check(_libc.pthread_mutex_lock(mutex))
+        _held = memory
+
+
+#: What keeps the mutex mapped that this process holds.
+_held: mmap.mmap | None = None
+
+
+def _mutex_in(fd: int) -> tuple[mmap.mmap, ctypes.c_void_p]:
+    memory = mmap.mmap(fd, _PAGE)
+    return memory, ctypes.c_void_p(ctypes.addressof(ctypes.c_char.from_buffer(memory)))
+
+
+def _check(error: int) -> None:
+    if error:
+        raise OSError(error, os.strerror(error))
 
 
 def _prctl(option: int, value: int) -> None:

@@ -73,6 +73,7 @@ def test_a_worker_sees_what_it_would(tmp_path: Path) -> None:
             "MASTER_PORT",
             "BAMBOO_CHANNEL_FD",
             "BAMBOO_LISTENER",
+            "BAMBOO_TETHER_FD",
             "BAMBOO_TIMELINE_FD",
         )
         for name in varying:

@@ -27,6 +27,8 @@ from .support.jobs import write_config
 pytestmark = pytest.mark.claim("reference/settings.md")
 
 PTRACE_SEIZE = 0x4206
+PTRACE_DETACH = 17
+PTRACE_O_TRACEEXIT = 0x40
 WALL = 0x40000000
 
 
@@ -78,31 +80,40 @@ def test_what_is_not_said_of_them(
 
 
 @contextmanager
-def held_by_the_kernel(pid: int) -> Iterator[None]:
+def held_by_the_kernel(pid: int, alive: bool) -> Iterator[None]:
     """Killed in the body the process does not end, as when a driver or a file system holds one of its threads.
 
     A thread that is traced stays until its tracer has collected it, and the process with it.
+
+    Args:
+        alive: it stays where it is, as in the midst of a system call, instead of dying.
     """
+    options = PTRACE_O_TRACEEXIT if alive else None
     thread = max(each.id for each in psutil.Process(pid).threads())
     libc = ctypes.CDLL(None, use_errno=True)
-    assert thread != pid and libc.ptrace(PTRACE_SEIZE, thread, None, None) == 0, os.strerror(ctypes.get_errno())
+    assert thread != pid and libc.ptrace(PTRACE_SEIZE, thread, None, options) == 0, os.strerror(ctypes.get_errno())
     try:
         yield
     finally:
         wait_until(lambda: os.waitpid(thread, WALL | os.WNOHANG)[0], "the thread is collected")
+        libc.ptrace(PTRACE_DETACH, thread, None, None)  # it has only stopped if it was to stay alive
 
 
-def test_a_worker_that_cannot_be_killed_is_lost_all_the_same(start: Callable[..., Job]) -> None:
+@pytest.mark.parametrize(
+    ("alive", "told"),
+    [(True, "does not end although it was killed"), (False, "the kernel still holds its memory or its devices")],
+)
+def test_a_worker_that_cannot_be_killed_is_lost_all_the_same(start: Callable[..., Job], alive: bool, told: str) -> None:
     job = start(3, "--heartbeat-timeout-s", "4", "--lease-ttl-s", "60").run()
     victim = job.worker(2)
-    with held_by_the_kernel(victim):
+    with held_by_the_kernel(victim, alive):
         job.tell(2, "hold")
         assert job.wait_epoch(3, 2)["lost"] == [job.member(2)]
         assert psutil.pid_exists(victim), "it has ended"
         job.finish(2)
     (lost,) = job.events("member_lost")
     assert lost["reason"] == "heartbeat"
-    assert "does not end although it was killed" in job.output()
+    assert told in job.output()
 
 
 @pytest.mark.parametrize("held", [False, True])
@@ -114,7 +125,8 @@ def test_an_agent_that_was_stopped_waits_longer_for_the_first_heartbeat(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     killed: list[int] = []
     agent: Any = Agent.__new__(Agent)
-    agent._worker = SimpleNamespace(last_sign_of_life=None, dead_at=None, kill=killed.append, lingers=lambda: False)
+    agent._worker = SimpleNamespace(last_sign_of_life=None, dead_at=None, dead=False, kill=killed.append)
+    agent._worker.lingers = lambda: False
     agent._worker.wire = SimpleNamespace(backlog=False)
     agent._watchdog = Watchdog(MembershipConfig(lease_ttl_s=60, start_timeout_s=2.0))
     agent._channel_open, agent._kill_at, agent._progress_due = True, None, None

@@ -24,6 +24,7 @@ from ..errors import Isolated
 from ..forking import only_here
 from ..job_settings import JobSettings
 from ..observe.ring import SpanRing
+from ..processes import hold_tether
 from ..secret import NONE, JobSecret, taken
 from ..topology.memory import StageMemory
 from ..topology.plan import Plan
@@ -136,6 +137,7 @@ class WorkerChannel:
             return None
         fd = int(text)
         os.set_inheritable(fd, False)
+        hold_tether(os.environ)  # before the first word: from then on the agent waits for it
         channel = cls(
             socket.socket(fileno=fd),
             member=os.environ[ENV_MEMBER],

@@ -25,6 +25,7 @@ from ..errors import (
     FurtherEngineLost,
     Isolated,
 )
+from ..processes import is_ending
 
 if TYPE_CHECKING:
     from ..comm.session import Session
@@ -36,8 +37,6 @@ _DEVICE_FAILED = (
     "the device of this worker has failed: the worker stops, and others take over its stages. Look at the device and "
     "its driver's log (dmesg, nvidia-smi -q)"
 )
-#: Of the flags of a process in Linux.
-_PF_EXITING = 0x4
 
 
 class ScriptExit:
@@ -108,7 +107,7 @@ class ScriptExit:
         """Handle an exception that ends the script."""
         if os.getpid() != self._process:
             # A process of a DataLoader, say: it does not speak for the worker, nor has it failed when that ends.
-            if not _is_ending(self._process):
+            if not is_ending(self._process):
                 self._hook_before(kind, value, trace)
             return
         self._exit_code = 1
@@ -151,14 +150,6 @@ class ScriptExit:
                 if not self.left:
                     self._channel.exit_notice("the script has ended", done=True)
             self._channel.close()
-
-
-def _is_ending(pid: int) -> bool:
-    """Whether the kernel is ending the process, or has ended it; it closes connections before the parent changes."""
-    from ..processes import status_of
-
-    status = status_of(pid)
-    return status is None or bool(int(status[6]) & _PF_EXITING)
 
 
 def exit_code_of(error: BaseException | None) -> int | None:

@@ -117,6 +117,7 @@ class Agent:
             died = self._watch(selector)
         departure = self._announce(self._departure(self._worker.reap(), died))
         self._timeline.end(lost=departure.outcome not in ("finished", "left"))
+        self._worker.await_teardown()
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
             self._leaving.report(self._slot.epoch)
@@ -199,7 +200,7 @@ class Agent:
                 selector.unregister(self._worker.wire)
                 self._channel_open = False
                 self._kill_after(_END_S)
-            if "worker" in ready:
+            if "worker" in ready or self._worker.dead:
                 return awake
             self._note_stall(time.monotonic() - asleep - timeout)
             self._meet_deadlines()
@@ -317,6 +318,7 @@ class Agent:
             self._coordinator.write(message.key, message)
         elif isinstance(message, Heartbeat):
             self._worker.heard()
+            self._worker.watch(lambda: self._mailbox.post(lambda: None))
             self._timeline.write()
             self._leaving.note_step(message)
             if self._telling is not None:

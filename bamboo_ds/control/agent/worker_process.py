@@ -2,22 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
+import logging
 import os
 import signal
 import socket
 import subprocess
+import threading
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 from ...errors import LaunchError
-from ...processes import die_with_parent
+from ...processes import ENV_TETHER, Tether, die_with_parent, exit_of
 from ...variables import ENV_FD
 from ..messages import Message
 from ..registry.records import WorkerRecord
 from ..wire import LineSocket
 
+logger = logging.getLogger("bamboo_ds.control.agent")
+
 #: Seconds after SIGKILL until a worker counts as dead that does not end: a driver or a file system holds it.
 _UNKILLABLE_S = 8.0
+#: Seconds that the kernel gets to give back what a dead worker had: some for each 100 GB, and for each device.
+_TEARDOWN_S = 15.0
 
 
 def _begin_worker(agent_pid: int) -> None:
@@ -32,7 +39,7 @@ class WorkerProcess:
 
     Attributes:
         pid: process id.
-        pidfd: readable from the moment on that the worker is dead.
+        pidfd: readable from the moment on that the kernel has taken the dead worker apart.
         wire: this end of the channel; closed by :meth:`close`.
         last_sign_of_life: monotonic seconds of the newest heartbeat; ``None`` before the first and after
             the worker closed the channel, when none is expected.
@@ -54,16 +61,17 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
-        with theirs:
+        self._tether = Tether()
+        with theirs, contextlib.closing(self._tether):
             try:
                 # The worker holds accelerators and ports: without its agent nobody could end it.
                 self._process = subprocess.Popen(
                     argv,
-                    env={**env, ENV_FD: str(theirs.fileno())},
+                    env={**env, ENV_FD: str(theirs.fileno()), ENV_TETHER: str(self._tether.fd)},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=[theirs.fileno(), *fds],
+                    pass_fds=[theirs.fileno(), self._tether.fd, *fds],
                     preexec_fn=lambda: _begin_worker(agent_pid),
                 )
             except OSError as error:
@@ -75,6 +83,25 @@ class WorkerProcess:
         self.last_sign_of_life: float | None = None
         #: Monotonic seconds from which on it counts as dead, if it has been killed.
         self.dead_at: float | None = None
+        self._code: int | None = None
+        self._watched = False
+
+    def watch(self, on_death: Callable[[], None]) -> None:
+        """Have a thread call ``on_death`` once the worker is :attr:`dead`. It must have said something already."""
+        if not self._watched:
+            self._watched = True
+            threading.Thread(target=self._await_death, args=[on_death], name="bamboo-death", daemon=True).start()
+
+    def _await_death(self, on_death: Callable[[], None]) -> None:
+        self._tether.await_death()
+        self._code = exit_of(self.pid)
+        if self.dead:
+            on_death()
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is known to have ended, although the kernel may still take it apart."""
+        return self._code is not None
 
     def send(self, message: Message | WorkerRecord) -> None:
         """Send to the worker; never blocks. Callable from any thread."""
@@ -97,9 +124,17 @@ class WorkerProcess:
         return self.dead_at is not None and time.monotonic() >= self.dead_at
 
     def reap(self) -> int:
-        """Collect the dead worker: its exit code, or the negative number of its signal. One that lingers stays."""
-        status = self._process.poll() if self.lingers() else self._process.wait()
-        return -signal.SIGKILL if status is None else status
+        """Collect the dead worker, if the kernel lets it: its exit code, or the negative number of its signal."""
+        status = self._process.poll() if self.dead or self.lingers() else self._process.wait()
+        return (self._code or -signal.SIGKILL) if status is None else status
+
+    def await_teardown(self) -> None:
+        """Wait until the kernel has given back what the dead worker had: whoever comes next may need it."""
+        if self.dead:
+            try:
+                self._process.wait(_TEARDOWN_S)
+            except subprocess.TimeoutExpired:
+                logger.error("worker %d has died, and the kernel still holds its memory or its devices", self.pid)
 
     def close(self) -> None:
         """Close the descriptors."""

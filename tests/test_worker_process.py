@@ -1,0 +1,115 @@
+"""What an agent learns of its worker's end, and when."""
+
+from __future__ import annotations
+
+import os
+import queue
+import select
+import signal
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from bamboo_ds.control.agent.worker_process import WorkerProcess
+
+from .support.jobs import DEADLINE_S, environment
+
+pytestmark = pytest.mark.integration
+
+BEGIN = """
+import mmap, os, signal, sys, threading, time
+from bamboo_ds.processes import hold_tether
+hold_tether(os.environ)
+def ready(): os.write(1, b"x")
+"""
+#: In small pages, which the kernel takes apart one by one.
+BALLAST = """
+memory = mmap.mmap(-1, 1 << 30)
+memory.madvise(mmap.MADV_NOHUGEPAGE)
+for at in range(0, len(memory), mmap.PAGESIZE): memory[at] = 1
+"""
+#: One thread computes, one waits in the kernel.
+BUSY = """
+threading.Thread(target=lambda: [None for _ in iter(int, 1)], daemon=True).start()
+threading.Thread(target=time.sleep, args=[600], daemon=True).start()
+"""
+FAULTS_MAX = 20
+
+Start = Callable[[str], WorkerProcess]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """A worker whose script has said that it is ready."""
+    started = []
+
+    def begin(script: str) -> WorkerProcess:
+        reading, writing = os.pipe()
+        worker = WorkerProcess([sys.executable, "-c", BEGIN + script], environment(), writing)
+        started.append(worker)
+        os.close(writing)
+        with os.fdopen(reading, "rb") as pipe:
+            assert pipe.read(1) == b"x", "it has not begun"
+        return worker
+
+    yield begin
+    for worker in started:
+        worker.kill(signal.SIGKILL)
+        worker.reap()
+        worker.await_teardown()
+        worker.close()
+
+
+def torn_down(worker: WorkerProcess, timeout_s: float) -> bool:
+    """What the parent hears from the kernel."""
+    return bool(select.select([worker.pidfd], [], [], timeout_s)[0])
+
+
+def test_a_death_is_known_before_the_memory_is_given_back(start: Start) -> None:
+    for _ in range(FAULTS_MAX):  # a busy machine may tell late what happened early
+        worker, known = start(BALLAST + BUSY + "ready(); signal.pause()"), queue.SimpleQueue[bool]()
+        worker.watch(lambda worker=worker, known=known: known.put(torn_down(worker, 0.0)))  # type: ignore[misc]
+        assert not worker.dead
+        worker.kill(signal.SIGKILL)
+        late = known.get(timeout=DEADLINE_S)
+        assert worker.dead
+        assert worker.reap() == -signal.SIGKILL
+        worker.await_teardown()
+        assert torn_down(worker, 0.0)
+        if not late:
+            return
+    raise AssertionError("never before the parent has heard it anyway")
+
+
+@pytest.mark.parametrize(
+    ("ending", "code"),
+    [
+        ("os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),  # with a core, where the machine makes them
+        ("os._exit(7)", 7),
+        ("sys.exit(7)", 7),
+        ("threading.Thread(target=os._exit, args=[7]).start(); signal.pause()", 7),
+    ],
+)
+def test_however_it_ends(start: Start, ending: str, code: int) -> None:
+    worker, known = start(BUSY + f"ready(); time.sleep(0.2); {ending}"), queue.SimpleQueue[int]()
+    worker.watch(lambda: known.put(worker.reap()))
+    assert known.get(timeout=DEADLINE_S) == code
+
+
+@pytest.mark.parametrize(
+    ("script", "code"),
+    [
+        ("ready(); sys.stdin.close()", 0),
+        ("os.execv(sys.executable, [sys.executable, '-c', 'import os; os.write(1, b\"x\"); os.read(0, 1)'])", 0),
+        ("os.fork() or (ready(), os._exit(0)); os.wait(); sys.exit(7)", 7),
+    ],
+    ids=["done", "exec", "fork"],
+)
+def test_what_is_no_death_is_not_taken_for_one(start: Start, script: str, code: int) -> None:
+    """The parent hears from the kernel, as ever."""
+    worker, known = start(script), queue.SimpleQueue[int]()
+    worker.watch(lambda: known.put(1))
+    assert torn_down(worker, DEADLINE_S)
+    assert worker.reap() == code
+    assert known.empty() or code
