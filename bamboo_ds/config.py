@@ -129,7 +129,10 @@ class MembershipConfig(_Block):
         "waits for a restart, or has paused, bears that etcd does not answer",
     )
     settle_ms: float = Field(
-        20, ge=0, description="milliseconds that the leader waits for companions of a loss before it plans"
+        0,
+        ge=0,
+        description="milliseconds that the leader waits for companions of a loss before it plans (0: those that come "
+        "while it writes a plan are in the next one)",
     )
 
     @property

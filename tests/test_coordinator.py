@@ -53,6 +53,9 @@ class LeaderDouble:
     def abdicate(self) -> None:
         self.abdicated = True
 
+    def tell_takeovers(self, mirror: Mirror) -> bool:
+        return False
+
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
         self.departed = self.departed or bool(mirror.left)
         if self.alone and mirror.leader == "m9":
@@ -75,9 +78,10 @@ class Member:
         ttl_s: float = TTL_S,
         outage_s: float = math.inf,
         display: Any = None,
+        leader: Any = None,
         **how: Any,
     ) -> None:
-        self.store, self.leader = store, LeaderDouble()
+        self.store, self.leader = store, leader or LeaderDouble()
         self.plans: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.stops: queue.SimpleQueue[StopRecord] = queue.SimpleQueue()
         self.told: queue.SimpleQueue[str] = queue.SimpleQueue()
@@ -85,10 +89,9 @@ class Member:
         self.contacts: queue.SimpleQueue[Contact] = queue.SimpleQueue()
         self.held = threading.Event()  #: where it is not set it stays in the callback of a plan
         self.held.set()
-        leader: Any = self.leader
         self.coordinator = Coordinator(
             store,
-            leader,
+            self.leader,
             record(name, **how),
             lease_ttl_s=ttl_s,
             callbacks=Callbacks(
@@ -445,6 +448,40 @@ def test_a_loss_is_one_write_and_who_has_finished_is_there_until_it_needs_etcd_n
         member.coordinator.leave(left("a", outcome=outcome))
         assert member.told.get(timeout=DEADLINE_S) == "ended"
         assert there == [outcome == "finished"] and mine.get(Keys.member("a")) is None
+
+
+@pytest.mark.parametrize("plans", [True, False])
+def test_one_that_is_lost_and_leads_plans_that_itself(store: Store, plans: bool) -> None:
+    """The next one that leads would have to be found, and to read all, first; and not tell of takeovers before its."""
+    told: list[str] = []
+
+    class Leading(LeaderDouble):
+        def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
+            super().step(mirror, lease, trusted_from)
+            if "m9" in mirror.left:
+                told.append("plans" if "m9" not in mirror.members else "has still its record")
+                if plans:
+                    write(store, 2)
+
+        def tell_takeovers(self, mirror: Mirror) -> bool:
+            told.append("tells")
+            if mirror.get(Keys.worker("a"), WorkerState) is None:
+                store.put(Keys.worker("a"), WorkerState(id="a", epoch=2).to_json())
+                return True
+            return False
+
+    store.put(Keys.member("a"), record("a").to_json())
+    store.put(Keys.LEADER, LeaderRecord(id="m9").to_json())
+    write(store, 1, members=("a", "m9"), homes=(0, 0))
+    with Member(store, leader=Leading()) as one:
+        one.sees(1)
+        one.coordinator.leave(left("m9", outcome="lost"))
+        assert one.told.get(timeout=DEADLINE_S) == "ended"
+    if plans:
+        assert told[0] == "plans" and told[-2:] == ["tells", "tells"]
+    else:
+        assert set(told) == {"plans"}, "for a second"
+    assert one.plans.empty(), "its worker needs no plan any more"
 
 
 @pytest.mark.parametrize("registered", [True, False])

@@ -295,10 +295,10 @@ class World:
 
     def _check_checkpoints(self) -> None:
         """What has got its name is there."""
-        found = {info.tag: info for info in list_checkpoints(self.folder / FOLDER)}
+        complete = [each for each in list_checkpoints(self.folder / FOLDER) if each.status is Status.COMPLETE]
+        found = {info.tag: read_manifest(info.path).save_id for info in complete}  # others may be written anew beside
         for tag, save_id in self.published.items():
-            info = found.get(tag)
-            if info is None or info.status is not Status.COMPLETE or read_manifest(info.path).save_id != save_id:
+            if found.get(tag) != save_id:
                 raise Broken(f"checkpoint {tag} of save {save_id} is gone")
 
     def _stop_for(self, worker: Worker, seconds: float | None, whom: int) -> bool:

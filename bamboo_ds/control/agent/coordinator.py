@@ -21,6 +21,7 @@ from ...store.records import WatchEvent
 from ...store.watch import Watch
 from ...topology.plan import Plan
 from ..fencing import now as fence_clock
+from ..leader.last_lead import last_lead
 from ..leader.leader import Leader
 from ..registry.access import is_genuine, put_once
 from ..registry.keys import Keys
@@ -37,7 +38,7 @@ from ..web.display import JobPage
 from .callbacks import Callbacks, News
 from .following import EVERYTHING, followed
 from .health import HealthReplies
-from .lease import LeaseKeeper, register
+from .lease import LeaseKeeper, register, renew
 from .mailbox import Mailbox
 from .membership import Membership, Standing, check_start, over_for, peers
 from .neighbours import Neighbours, report_dead_agent
@@ -46,6 +47,8 @@ logger = logging.getLogger("bamboo_ds.control.coordinator")
 
 _RETRY_S = 0.1
 _REFUSED_RETRY_S = 1.0
+#: Seconds for which a member that is lost leads on at most.
+_LAST_LEAD_S = 1.0
 #: Seconds that the web server gets to end.
 _DISPLAY_S = 1.0
 
@@ -106,6 +109,7 @@ class Coordinator:
         self._pending: dict[str, Record] = {}
         self._neighbours = Neighbours()
         self._departure: tuple[LeftRecord | None, StopRecord | None] | None = None
+        self._leads_until: float | None = None  # once its departure is told
         self._ending = threading.Event()
         self._keeper = LeaseKeeper(
             *(
@@ -218,9 +222,7 @@ class Coordinator:
         """Do all there is to do; returns when to look again at the latest."""
         try:
             if self._departure is not None:
-                self._depart(*self._departure)
-                self._ending.set()
-                return None
+                return self._depart(*self._departure)
             while (mirror := self._mirror) is None or self._needs_more(mirror):
                 self._mirror = self._connect()
             return self._work(mirror)
@@ -281,14 +283,6 @@ class Coordinator:
         lease = register(self._store, self._membership.record, self._lease_ttl_s, found.revision(Keys.PLAN))
         if lease is not None:
             self._keeper.hold(lease)
-
-    def _renew(self, record: MemberRecord) -> None:
-        """Put the member's record again, unless the leader has removed it."""
-        key, lease = Keys.member(record.id), self._keeper.lease
-        entry = self._store.get(key)
-        if entry is not None and lease is not None:
-            record = record.model_copy(update={"lease": lease.id})
-            self._store.compare_and_swap(key, entry.mod_revision, record.to_json(), lease)
 
     def _observe(self, mirror: Mirror, event: WatchEvent) -> None:
         def apply() -> None:
@@ -399,7 +393,7 @@ class Coordinator:
     def _put(self, key: str, record: Record) -> None:
         """Write ``record``; the end of the job only if that does not go on without this member at that moment."""
         if isinstance(record, MemberRecord):
-            self._renew(record)
+            renew(self._store, record, self._keeper.lease)
             return
         if not isinstance(record, StopRecord):
             self._store.put(key, record.to_json())
@@ -415,7 +409,27 @@ class Coordinator:
             if written or is_genuine(self._store, key):
                 return
 
-    def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
+    def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> float | None:
+        """As :meth:`_turn`, at the end."""
+        if self._leads_until is None:
+            self._tell_departure(departure, stop)
+            lost = departure is not None and departure.outcome == "lost"
+            self._leads_until = self._clock() + (_LAST_LEAD_S if lost else 0.0)
+        mirror, lease, now = self._mirror, self._keeper.lease, self._clock()
+        if self._leader is not None and mirror is not None and lease is not None and now < self._leads_until:
+            wake = last_lead(self._leader, self._id, mirror, lease, self._keeper.trusted_from)
+            if wake is not None:
+                return min(wake, self._leads_until)
+        if lease is not None:
+            lease.revoke()
+        me = self._membership.record
+        if me.state == "leaving":
+            others = Mirror(self._store.get_prefix(Keys.MEMBERS)).members.values()
+            self.last_of_host = me.host not in {member.host for member in others}
+        self._ending.set()
+        return None
+
+    def _tell_departure(self, departure: LeftRecord | None, stop: StopRecord | None) -> None:
         own = Keys.member(self._id)
         if stop is not None:
             self._pending[Keys.STOP] = stop
@@ -431,9 +445,3 @@ class Coordinator:
         erase = [own] if departure is not None and departure.outcome == "lost" else []
         self._store.put_all({key: record.to_json() for key, record in records.items()}, erase)
         self._pending.clear()
-        if self._keeper.lease is not None:
-            self._keeper.lease.revoke()
-        me = self._membership.record
-        if me.state == "leaving":
-            others = Mirror(self._store.get_prefix(Keys.MEMBERS)).members.values()
-            self.last_of_host = me.host not in {member.host for member in others}

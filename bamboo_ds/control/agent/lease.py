@@ -51,6 +51,14 @@ def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: in
     return None
 
 
+def renew(store: Store, record: MemberRecord, lease: Lease | None) -> None:
+    """Put a member's ``record`` again, unless the leader has removed it."""
+    entry = store.get(Keys.member(record.id))
+    if entry is not None and lease is not None:
+        leased = record.model_copy(update={"lease": lease.id})
+        store.compare_and_swap(Keys.member(record.id), entry.mod_revision, leased.to_json(), lease)
+
+
 class LeaseKeeper:
     """The lease of one member, and when etcd has answered last.
 

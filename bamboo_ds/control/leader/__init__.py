@@ -2,6 +2,7 @@
 
 ===================  ====================================================================================
 :mod:`.leader`       contests the leadership, asks for the next action, brings it into etcd
+:mod:`.last_lead`    what one does that is lost itself
 :mod:`.view`         the job as the leader sees it
 :mod:`.actions`      what a leader may do next
 :mod:`.decisions`    which of that: take over, change the plan, start again, stop, wait

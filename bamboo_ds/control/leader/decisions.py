@@ -33,11 +33,10 @@ class Decider:
 
     Args:
         settings: the job's, as far as they are known; those in the view are newer. For ``membership.settle_ms`` a loss
-            waits for companions, because preemptions come in bulk, and accusations for a better explanation. Then the
-            agent of a member that only one accuses is asked, and has half of ``membership.lease_ttl_s`` for its reply.
-            Without a reply the accused is dropped. With one, both are right and the connection between them is at
-            fault: a new epoch with the same members rebuilds it. If they cannot reach each other then either, one of
-            them is dropped.
+            waits for companions, and accusations for a better explanation. Then the agent of a member that only one
+            accuses is asked, and has half of ``membership.lease_ttl_s`` for its reply. Without a reply the accused is
+            dropped. With one, both are right and the connection between them is at fault: a new epoch with the same
+            members rebuilds it. If they cannot reach each other then either, one of them is dropped.
         limits: of a restart.
     """
 

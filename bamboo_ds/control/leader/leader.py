@@ -124,8 +124,7 @@ class Leader:
         to register anew first.
         """
         now = self._clock()
-        self._recognise(mirror)
-        self._tell_takeovers(mirror)
+        self.tell_takeovers(mirror)
         self._deadlines.note(mirror.notices, now)
         leader = mirror.leader
         if self._yields(mirror):
@@ -373,10 +372,17 @@ class Leader:
         for each in self._takeovers.plan(old, new, since):
             self._emit(TakeoverPlanned, new.epoch, **{"role": each.role, "from": each.before, "to": each.after})
 
-    def _tell_takeovers(self, mirror: Mirror) -> None:
+    def tell_takeovers(self, mirror: Mirror) -> bool:
+        """Tell of plans of which it was not known whether they are written, and of takeovers that are done.
+
+        Returns:
+            Whether other takeovers are under way.
+        """
+        self._recognise(mirror)
         for each in self._takeovers.done(mirror.workers) if self._takeovers.under_way else ():
             change = {"role": each.role, "from": each.before, "to": each.after}
             self._emit(TakeoverDone, each.epoch, **change, seconds=max(0.0, self._clock() - each.since))
+        return self._takeovers.under_way
 
     def _losses(self, losses: tuple[Loss, ...], epoch: int) -> list[Event]:
         return [

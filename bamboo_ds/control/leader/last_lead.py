@@ -1,0 +1,35 @@
+"""What a member that leads does once it is lost itself.
+
+Without it another one would have to win the leadership, and to read all keys, before it could plan.
+"""
+
+from __future__ import annotations
+
+import math
+
+from ...store.client import Lease
+from ..registry.mirror import Mirror
+from .leader import Leader
+
+
+def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
+    """Plan the loss of ``member``, whose record etcd has not any more, and tell of the takeovers.
+
+    Args:
+        leader: of the member.
+        lease, trusted_from: as for :meth:`Leader.step`, which also tells what is raised.
+
+    Returns:
+        When to look again at the latest; ``None`` if there is nothing to do for it, or not any more.
+    """
+    plan = mirror.plan
+    if plan is None or mirror.leader != member:
+        return None
+    if mirror.members.keys().isdisjoint(set(plan.members) - {member}):
+        return None  # nobody is left for whom to plan
+    if member not in plan.members:
+        return math.inf if leader.tell_takeovers(mirror) else None
+    if member in mirror.members or member not in mirror.left:
+        return math.inf  # the watch brings what etcd has been told
+    wake = leader.step(mirror, lease, trusted_from)
+    return math.inf if wake is None else wake
