@@ -22,7 +22,9 @@ from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
 
-#: A pair of members that cannot reach each other again in fewer epochs after a reconnection is not connected anew.
+#: A pair of members that cannot reach each other in a row of epochs is connected anew so often: the first time may be
+#: spoilt by what one end had not noticed. A row ends where so many epochs have passed since a reconnection.
+_RECONNECTIONS = 2
 _RECONNECTED_EPOCHS = 4
 #: Exit code of a job whose workers disagree about the layout.
 EXIT_CONFIG = 2
@@ -36,7 +38,7 @@ class Decider:
             waits for companions, and accusations for a better explanation. Then the agent of a member that only one
             accuses is asked, and has half of ``membership.lease_ttl_s`` for its reply. Without a reply the accused is
             dropped. With one, both are right and the connection between them is at fault: a new epoch with the same
-            members rebuilds it. If they cannot reach each other then either, one of them is dropped.
+            members rebuilds it. If they cannot reach each other after two of these either, one of them is dropped.
         limits: of a restart.
     """
 
@@ -44,7 +46,8 @@ class Decider:
         self._limits = limits
         self._go_by(settings)
         self._since: dict[tuple[str, int, str], float] = {}
-        self._reconnected: dict[frozenset[str], int] = {}  # pairs of members: the epoch that connected them anew
+        #: Of pairs of members: how often they were connected anew in a row, and the last epoch that has done that.
+        self._reconnected: dict[frozenset[str], tuple[int, int]] = {}
         self._calm: View | None = None  # one in which the plan was the planner's choice
 
     def _go_by(self, settings: BambooConfig) -> None:
@@ -235,13 +238,13 @@ class Decider:
         The one whose loss costs less: there are holders for its roles; it has fewer of them.
         """
         pair = frozenset((accused, by))
-        recent = {p: at for p, at in self._reconnected.items() if plan.epoch - at < _RECONNECTED_EPOCHS or p == pair}
-        self._reconnected = recent
-        if plan.epoch - self._reconnected.get(pair, -_RECONNECTED_EPOCHS) >= _RECONNECTED_EPOCHS:
-            self._reconnected[pair] = plan.epoch + 1
+        rows = self._reconnected.items()
+        self._reconnected = {p: (n, at) for p, (n, at) in rows if plan.epoch - at < _RECONNECTED_EPOCHS}
+        times, _ = self._reconnected.pop(pair, (0, 0))
+        if times < _RECONNECTIONS:
+            self._reconnected[pair] = times + 1, plan.epoch + 1
             new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
             return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
-        del self._reconnected[pair]
         holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
 
         members = view.candidates(plan).values()
