@@ -7,6 +7,8 @@ import itertools
 import os
 import re
 import select
+import signal
+import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -368,6 +370,45 @@ def test_a_member_that_dies_between_epochs_is_found_by_the_next(hubs: Hubs) -> N
     second.wait(lambda: bool(second.lost))
     assert second.lost[0][0] == "b" and "connecting failed" in second.lost[0][1]
     assert hubs["a"].known("b") is None
+
+
+@pytest.mark.parametrize("raised", [TimeoutError, KeyboardInterrupt])
+def test_what_a_signal_handler_raises_while_this_member_reads_is_the_script_s(
+    hubs: Hubs, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+) -> None:
+    """Nobody knows which bytes come next: the connection ends at both ends, and no tensor is made of others' bytes."""
+    inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
+    say(hubs, "a", "b", 1, 1)
+    inboxes["b"].wait(lambda: bool(inboxes["b"].got))
+    struck = []
+    take = Connection._take_from_buffer
+
+    def interrupted(connection: Connection) -> None:
+        if threading.current_thread() is threading.main_thread() and not struck:
+            struck.append(connection)
+            signal.raise_signal(signal.SIGUSR2)
+        take(connection)
+
+    def handler(signum: int, frame: object) -> None:
+        raise raised("of the script")
+
+    def over() -> bool:
+        if not asked:  # the main thread reads from now on
+            asked.append(say(hubs, "b", "a", 1, 1))
+        return bool(got)
+
+    monkeypatch.setattr(Connection, "_take_from_buffer", interrupted)
+    before, got, asked = signal.signal(signal.SIGUSR2, handler), inboxes["a"].got, list[None]()
+    try:
+        with hubs["a"].changed, pytest.raises(raised, match="of the script"):
+            hubs["a"].wait_for(over, ["b"], 20.0)
+    finally:
+        signal.signal(signal.SIGUSR2, before)
+    assert struck and not got
+    for name, other in (("a", "b"), ("b", "a")):
+        inboxes[name].wait(lambda name=name: bool(inboxes[name].lost))  # type: ignore[misc]
+        assert inboxes[name].lost[0][0] == other
+    assert raised.__name__ in inboxes["a"].lost[0][1]
 
 
 @pytest.mark.parametrize(

@@ -211,8 +211,9 @@ class Connection:
         """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
-            OSError: the connection has ended.
-            Exception: the other end does not keep to the form of frames.
+            ConnectionError: the connection has ended.
+            Exception: the other end does not keep to the form of frames, or a signal handler of the script has raised
+                this. Then nobody knows any more which bytes come next.
         """
         self._budget = _READ_AT_MOST
         while True:
@@ -230,8 +231,10 @@ class Connection:
                         count = self.socket.recv_into(self._buffer)
                 except BlockingIOError:
                     return
+                except OSError as error:  # a silent host is a TimeoutError, which a script may raise as well
+                    raise ConnectionError(*error.args) from error
                 if not count:
-                    raise self._failure or ConnectionError("closed by the peer")
+                    raise ConnectionError(*(self._failure.args if self._failure else ["closed by the peer"]))
                 self._budget -= count
                 self._target = self._target[min(count, direct) :]
                 self._first, self._last = 0, max(0, count - direct)

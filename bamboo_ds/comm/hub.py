@@ -19,6 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from typing import Protocol
 
+from ..errors import ProtocolError
 from ..forking import only_here
 from ..secret import JobSecret
 from . import sockets, wire
@@ -256,16 +257,21 @@ class Hub:
                 connection.reading.release()
 
     def _read(self, connection: Connection) -> None:
-        """Read what there is; the caller holds ``connection.reading``."""
+        """Read what there is; the caller holds ``connection.reading``.
+
+        What a signal handler of the script raises meanwhile is the script's, and ends the connection.
+        """
         if connection.ended:
             return
         try:
             connection.read()
-        except OSError as error:
+        except ConnectionError as error:
             self._close(connection, f"connection ended: {error or type(error).__name__}")
-        except Exception as error:  # a broken peer: whoever waits for it must not wait for ever
-            logger.exception("messages from %s", connection.member)
+        except BaseException as error:  # a broken peer: whoever waits for it must not wait for ever
             self._close(connection, f"connection ended: {type(error).__name__}: {error}")
+            if threading.current_thread() is threading.main_thread() and not isinstance(error, ProtocolError):
+                raise
+            logger.exception("messages from %s", connection.member)
 
     def _end(self, connection: Connection, reason: str | None) -> None:
         with connection.reading:
