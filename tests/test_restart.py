@@ -239,6 +239,15 @@ def test_a_loss_on_the_way_begins_again(
     assert (action.plan.epoch, action.plan.members) == (FATAL.epoch + 1, tuple(sorted(members)))
 
 
+def test_one_that_comes_too_late_for_its_restart_holds_nobody_up() -> None:
+    """It had left to join a job that it took for running, when the loss of the rest was not known yet."""
+    late = {"w3": member("w3", 3, state="waiting", generation=1)}
+    action = decider().decide(after_the_loss(restart=RECORD, members={**workers(0, 1), **late}), 0.0)
+    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3) and "too late" in action.reason
+    again = after_the_loss(plan=action.plan, restart=RECORD, members={**waiting(2), **late})
+    assert isinstance(again_action := decider().decide(again, 30.0), Assign) and 3 in again_action.record.ranks
+
+
 def test_a_loss_before_the_engines_are_built_is_fatal_for_this_start_only() -> None:
     first = initial_plan(IDS)
     members = {name: member(name, slot) for slot, name in enumerate(IDS) if name != "b"}

@@ -15,7 +15,7 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
-from ..errors import EpochChanged, NotMet, PeerLost
+from ..errors import EpochChanged, NotMet, PeerLost, ProtocolError
 from . import wire
 from .connection import Connection
 from .hub import Hub
@@ -25,6 +25,8 @@ from .wire import PeerMessage
 
 #: What a member tells those who might wait for it as it enters the epoch.
 _ENTERED = b"entered"
+#: What a message raises that is not of the form that its service reads.
+_NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 #: Takes messages of certain keys as they arrive, on whichever thread has read them.
 Service = Callable[[PeerMessage], None]
@@ -147,7 +149,10 @@ class Links:
             self._heard.add(message.source)
             service = self.services.get(key)
             if service is not None:
-                service(message)
+                try:
+                    service(message)
+                except _NONSENSE as error:
+                    raise ProtocolError(f"nonsense for {key!r}: {type(error).__name__}: {error}") from error
             else:
                 self._inbox.setdefault(key, deque()).append(message)
             self.changed.notify_all()

@@ -262,18 +262,23 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
     key = meta[: head.key_length]
     if (len(meta) - head.key_length) % 8:
         raise ProtocolError(f"message {head.sequence} for {key!r} has a broken header")
-    words = iter(struct.unpack(f"<{(len(meta) - head.key_length) // 8}q", meta[head.key_length :]))
     tensors = []
-    for _ in range(head.tensors):
-        code, device, dimensions = next(words), next(words), next(words)
-        dtype = DTYPES.get(code)
-        if dtype is None:
-            raise ProtocolError(f"message {head.sequence} for {key!r} carries dtype {code}, unknown to this torch")
-        shape = tuple(next(words) for _ in range(dimensions))
-        size = dtype.itemsize
-        for extent in shape:
-            size *= extent
-        tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _CUDA))
+    try:
+        words = iter(struct.unpack(f"<{(len(meta) - head.key_length) // 8}q", meta[head.key_length :]))
+        for _ in range(head.tensors):
+            code, device, dimensions = next(words), next(words), next(words)
+            dtype = DTYPES.get(code)
+            if dtype is None:
+                raise ProtocolError(f"message {head.sequence} for {key!r} carries dtype {code}, unknown to this torch")
+            shape = tuple(next(words) for _ in range(dimensions))
+            size = dtype.itemsize
+            for extent in shape:
+                size *= extent
+            tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _CUDA))
+    except (StopIteration, RuntimeError, ValueError, OverflowError, MemoryError) as error:
+        if isinstance(error, ProtocolError):
+            raise
+        raise ProtocolError(f"message {head.sequence} for {key!r} has a broken header: {error!r}") from error
     return key, tensors
 
 

@@ -87,7 +87,7 @@ def member_record(settings: AgentSettings, member: str, pid: int, place: str) ->
         joiner=settings.joins and not settings.waiting,
         feeder=settings.feeder,
         state="waiting" if settings.waiting else "running",
-        generation=None if settings.joins or settings.waiting else settings.generation or 0,
+        generation=None if settings.joins else settings.generation or 0,
         events=settings.events,
         place=place,
     )

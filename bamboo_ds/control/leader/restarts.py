@@ -155,13 +155,18 @@ class Restarts:
             lineage = replace(first, origin=plan.origin, generation=record.generation, fence_s=plan.fence_s)
             return WritePlan(replace(lineage, epoch=plan.epoch + 1), "all workers have been started again")
         gone = [left for left in view.left.values() if left.generation == record.generation]
-        here = {m.slot for m in view.members.values() if m.state == "waiting"} | {m.slot for m in mine}
+        waiting = [m for m in view.members.values() if m.state == "waiting"]
+        # An agent that went to join a job that it took for running, say, and found this restart when it came back.
+        anew = {m.slot for m in waiting if m.generation is not None and m.generation >= record.generation}
+        here = {m.slot for m in (*waiting, *mine)}
         missing = [slot for slot in record.ranks if slot not in here]
         if missing:
             return_by = self._until(f"slots {missing}", plan, now, self._limits.return_s)
         started_by = self._until("start", plan, now, self._limits.start_s)
         if gone:
             why = f"{gone[0].id} was lost ({gone[0].reason}: {gone[0].detail})"
+        elif late := anew.intersection(record.ranks):
+            why = f"slot {min(late)} has come too late for it"
         elif missing and now >= return_by:
             why = f"slot {missing[0]} did not come back"
         elif now >= started_by:

@@ -88,8 +88,8 @@ class MemberRecord(Record):
         feeder: it only draws batches, for a pipeline at whose ends nobody else is at home.
         state: ``leaving``: it is going to vanish and gets nothing any more; ``waiting``: it has no worker and waits
             for the job's restart.
-        generation: the restart (0: the first start) that the worker is part of from the beginning; ``None``: it
-            joins what is running, or has no worker.
+        generation: the restart (0: the first start) that the worker is part of from the beginning, of one that waits
+            the newest one that is over for it; ``None``: it joins what is running.
         events: the file on ``host`` that its agent writes events to.
         place: where its worker is reached by others, as plans have it.
     """
