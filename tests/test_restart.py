@@ -309,7 +309,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     spent = account(read_events(tmp_path / "events.jsonl"))
     # Nobody may be left who tells of the last member that a restart has lost.
     lost = {event["member_id"] for event in result.events("member_lost")}
-    assert len(lost) in (2, 3)
+    assert 2 <= len(lost) <= 4  # one that stands in cannot load again either
     assert (spent.steps, spent.repeated_steps, spent.restarts, spent.losses) == (8, 1, 2, len(lost))
     assert spent.seconds == pytest.approx(sum(spent.categories.values()))
     assert spent.categories[Category.WAITING] > 0 and spent.categories[Category.WASTED] > 0
