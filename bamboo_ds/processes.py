@@ -101,7 +101,10 @@ def exit_of(pid: int) -> int | None:
         after ``exec``, or the code is 0, which the kernel also says to those who may not know.
     """
     while (status := status_of(pid)) is not None and _exits(status):
-        threads = [_read_status(thread / "stat") for thread in Path(f"/proc/{pid}/task").iterdir()]
+        try:
+            threads = [_read_status(thread / "stat") for thread in Path(f"/proc/{pid}/task").iterdir()]
+        except (FileNotFoundError, ProcessLookupError):
+            break
         if all(thread is None or _exits(thread) for thread in threads):
             return os.waitstatus_to_exitcode(int(status[_EXIT_STATUS])) or None
         time.sleep(0.001)  # of this there is no event
@@ -120,11 +123,13 @@ class Tether:
     mutex in shared memory (``pthread_mutexattr_setrobust``), for which the other process waits.
 
     Attributes:
-        fd: of the memory, to be passed on with the variable :data:`ENV_TETHER`; closed by :meth:`close`.
+        fd: of the memory, to be passed on with the variable :data:`ENV_TETHER`; open in the body of ``with``.
+
+    Raises:
+        OSError, AttributeError: this machine, or this build of Python, has no such memory.
     """
 
     def __init__(self) -> None:
-        """Raises ``OSError``."""
         self.fd = os.memfd_create("bamboo-tether", os.MFD_CLOEXEC)
         try:
             os.ftruncate(self.fd, _PAGE)
@@ -135,31 +140,33 @@ class Tether:
             _check(_libc.pthread_mutexattr_setrobust(attributes, _PTHREAD_MUTEX_ROBUST))
             _check(_libc.pthread_mutex_init(self._mutex, attributes))
         except BaseException:
-            self.close()
+            os.close(self.fd)
             raise
 
     def await_death(self) -> None:
         """Wait until the thread that holds it has died, or its process has called ``exec``. One must hold it."""
         _libc.pthread_mutex_lock(self._mutex)
 
-    def close(self) -> None:
-        """Close the descriptor; the memory stays."""
+    def __enter__(self) -> Tether:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Close :attr:`fd`; the memory stays."""
         os.close(self.fd)
 
 
 def hold_tether(environ: MutableMapping[str, str]) -> None:
-    """Hold the tether that this process has from its agent, if it has one, until this thread's death."""
-    global _held
+    """Hold the tether that this process has from its agent, if it has one, until this thread's death.
+
+    Of several interpreters that a worker's command runs in turn the first one holds it.
+    """
     text = environ.pop(ENV_TETHER, None)
     if text is not None:
         memory, mutex = _mutex_in(int(text))
         os.close(int(text))
-        _check(_libc.pthread_mutex_lock(mutex))
-        _held = memory
-
-
-#: What keeps the mutex mapped that this process holds.
-_held: mmap.mmap | None = None
+        _libc.pthread_mutex_trylock(mutex)
+        # For good: the interpreter would take it apart at its end, and the kernel looks into it after that.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
 
 
 def _mutex_in(fd: int) -> tuple[mmap.mmap, ctypes.c_void_p]:

@@ -12,6 +12,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any, cast
 
 import pytest
 import torch
@@ -372,9 +373,10 @@ def test_a_member_that_dies_between_epochs_is_found_by_the_next(hubs: Hubs) -> N
     assert hubs["a"].known("b") is None
 
 
-@pytest.mark.parametrize("raised", [TimeoutError, KeyboardInterrupt])
+@pytest.mark.parametrize("where", ["parsing", "receiving"])
+@pytest.mark.parametrize("raised", [TimeoutError, ConnectionResetError, KeyboardInterrupt])
 def test_what_a_signal_handler_raises_while_this_member_reads_is_the_script_s(
-    hubs: Hubs, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException]
+    hubs: Hubs, monkeypatch: pytest.MonkeyPatch, raised: type[BaseException], where: str
 ) -> None:
     """Nobody knows which bytes come next: the connection ends at both ends, and no tensor is made of others' bytes."""
     inboxes = {name: Inbox(hub, 1) for name, hub in hubs.items()}
@@ -383,11 +385,28 @@ def test_what_a_signal_handler_raises_while_this_member_reads_is_the_script_s(
     struck = []
     take = Connection._take_from_buffer
 
-    def interrupted(connection: Connection) -> None:
+    def strike(connection: Connection) -> None:
         if threading.current_thread() is threading.main_thread() and not struck:
             struck.append(connection)
             signal.raise_signal(signal.SIGUSR2)
+
+    def interrupted(connection: Connection) -> None:
+        strike(connection)
         take(connection)
+
+    class Receiving:
+        """A socket in whose call the signal comes."""
+
+        def __init__(self, connection: Connection) -> None:
+            self._connection, self._socket = connection, connection.socket
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._socket, name)
+
+        def recv_into(self, *arguments: Any) -> int:
+            count = self._socket.recv_into(*arguments)
+            strike(self._connection)
+            return count
 
     def handler(signum: int, frame: object) -> None:
         raise raised("of the script")
@@ -397,7 +416,11 @@ def test_what_a_signal_handler_raises_while_this_member_reads_is_the_script_s(
             asked.append(say(hubs, "b", "a", 1, 1))
         return bool(got)
 
-    monkeypatch.setattr(Connection, "_take_from_buffer", interrupted)
+    if where == "parsing":
+        monkeypatch.setattr(Connection, "_take_from_buffer", interrupted)
+    else:
+        (connection,) = hubs["a"]._connections["wire", "b"]
+        connection.socket = cast(Any, Receiving(connection))
     before, got, asked = signal.signal(signal.SIGUSR2, handler), inboxes["a"].got, list[None]()
     try:
         with hubs["a"].changed, pytest.raises(raised, match="of the script"):

@@ -450,6 +450,34 @@ def test_a_loss_is_one_write_and_who_has_finished_is_there_until_it_needs_etcd_n
         assert there == [outcome == "finished"] and mine.get(Keys.member("a")) is None
 
 
+def test_one_that_is_lost_and_leads_plans_what_is_lost_meanwhile(etcd: EtcdServer) -> None:
+    """The heir, say, of whom it would else wait to hear that it has taken over."""
+
+    namespace = new_namespace()
+    store = Store([etcd.url], namespace=namespace)
+
+    class Leading(LeaderDouble):
+        def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
+            if "m9" in mirror.left and mirror.plan is not None:
+                write(store, mirror.plan.epoch + 1, members=("b",) if "a" in mirror.left else ("a", "b"), homes=(0, 0))
+
+        def tell_takeovers(self, mirror: Mirror) -> bool:
+            if "a" in mirror.left:
+                return False
+            store.put_all({Keys.left("a"): left("a", outcome="lost").to_json()}, [Keys.member("a")])
+            return True
+
+    for name in ("a", "b"):
+        store.put(Keys.member(name), record(name).to_json())
+    store.put(Keys.LEADER, LeaderRecord(id="m9").to_json())
+    write(store, 1, members=("a", "b", "m9"), homes=(0, 0, 0))
+    with store, Member(Store([etcd.url], namespace=namespace), leader=Leading()) as one:
+        one.sees(1)
+        one.coordinator.leave(left("m9", outcome="lost"))
+        assert one.told.get(timeout=DEADLINE_S) == "ended"
+        assert Mirror(store.get_prefix(Keys.PLAN)).plan == replace(ONE, epoch=3, members=("b",), homes=(0, 0))
+
+
 @pytest.mark.parametrize("plans", [True, False])
 def test_one_that_is_lost_and_leads_plans_that_itself(store: Store, plans: bool) -> None:
     """The next one that leads would have to be found, and to read all, first; and not tell of takeovers before its."""

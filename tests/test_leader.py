@@ -360,6 +360,13 @@ def test_who_cannot_be_reconnected_is_divided_once() -> None:
         assert isinstance(action, WritePlan) and not action.losses
 
 
+def test_an_attempt_that_was_never_written_counts_for_no_reconnection() -> None:
+    one = deciding(0.0, 0.0)
+    view = replace(all_well(), suspicions=suspicions(("a", "c")), healthy=well("c"))
+    for _ in range(4):  # etcd does not answer
+        assert decided(WritePlan, one, view, 100.0).plan == replace(SECOND, epoch=3)
+
+
 def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() -> None:
     # Nobody but d holds stage 0 now, which it has taken over from a.
     plan = takeover(SECOND, ["a"])

@@ -244,6 +244,8 @@ def test_one_that_comes_too_late_for_its_restart_holds_nobody_up() -> None:
     late = {"w3": member("w3", 3, state="waiting", generation=1)}
     action = decider().decide(after_the_loss(restart=RECORD, members={**workers(0, 1), **late}), 0.0)
     assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3) and "too late" in action.reason
+    coming = after_the_loss(restart=RECORD, members=late)
+    assert isinstance(decider().decide(coming, 0.0), Wait), "slot 2 is on its way"
     again = after_the_loss(plan=action.plan, restart=RECORD, members={**waiting(2), **late})
     assert isinstance(again_action := decider().decide(again, 30.0), Assign) and 3 in again_action.record.ranks
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import queue
 import select
+import shlex
 import signal
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 
 import pytest
 
@@ -36,7 +38,7 @@ threading.Thread(target=time.sleep, args=[600], daemon=True).start()
 """
 FAULTS_MAX = 20
 
-Start = Callable[[str], WorkerProcess]
+Start = Callable[..., WorkerProcess]
 
 
 @pytest.fixture
@@ -44,9 +46,13 @@ def start() -> Iterator[Start]:
     """A worker whose script has said that it is ready."""
     started = []
 
-    def begin(script: str) -> WorkerProcess:
+    def begin(script: str, first: str | None = None) -> WorkerProcess:
+        """``first``: of an interpreter that runs before this one."""
         reading, writing = os.pipe()
-        worker = WorkerProcess([sys.executable, "-c", BEGIN + script], environment(), writing)
+        turns = [shlex.join([sys.executable, "-c", BEGIN + each]) for each in (first, script) if each]
+        worker = WorkerProcess(
+            ["sh", "-c", " && ".join(turns)] if first else shlex.split(turns[0]), environment(), writing
+        )
         started.append(worker)
         os.close(writing)
         with os.fdopen(reading, "rb") as pipe:
@@ -57,7 +63,7 @@ def start() -> Iterator[Start]:
     for worker in started:
         worker.kill(signal.SIGKILL)
         worker.reap()
-        worker.await_teardown()
+        worker.await_teardown(partial(torn_down, worker))
         worker.close()
 
 
@@ -75,7 +81,7 @@ def test_a_death_is_known_before_the_memory_is_given_back(start: Start) -> None:
         late = known.get(timeout=DEADLINE_S)
         assert worker.dead
         assert worker.reap() == -signal.SIGKILL
-        worker.await_teardown()
+        worker.await_teardown(partial(torn_down, worker))
         assert torn_down(worker, 0.0)
         if not late:
             return
@@ -88,11 +94,13 @@ def test_a_death_is_known_before_the_memory_is_given_back(start: Start) -> None:
         ("os.kill(os.getpid(), signal.SIGABRT)", -signal.SIGABRT),  # with a core, where the machine makes them
         ("os._exit(7)", 7),
         ("sys.exit(7)", 7),
+        ("raise ValueError", 1),
         ("threading.Thread(target=os._exit, args=[7]).start(); signal.pause()", 7),
     ],
 )
-def test_however_it_ends(start: Start, ending: str, code: int) -> None:
-    worker, known = start(BUSY + f"ready(); time.sleep(0.2); {ending}"), queue.SimpleQueue[int]()
+@pytest.mark.parametrize("others", [BUSY, ""], ids=["threads", "alone"])
+def test_however_it_ends(start: Start, ending: str, code: int, others: str) -> None:
+    worker, known = start(others + f"ready(); time.sleep(0.2); {ending}"), queue.SimpleQueue[int]()
     worker.watch(lambda: known.put(worker.reap()))
     assert known.get(timeout=DEADLINE_S) == code
 
@@ -113,3 +121,23 @@ def test_what_is_no_death_is_not_taken_for_one(start: Start, script: str, code: 
     assert torn_down(worker, DEADLINE_S)
     assert worker.reap() == code
     assert known.empty() or code
+
+
+def test_the_second_interpreter_of_a_command_runs_as_well(start: Start) -> None:
+    """The first one has held the tether."""
+    worker = start("ready(); sys.exit(7)", first="pass")
+    worker.watch(lambda: None)
+    assert torn_down(worker, DEADLINE_S)
+    assert worker.reap() == 7
+
+
+def test_without_such_memory_the_parent_hears_from_the_kernel(
+    start: Start, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.delattr(os, "memfd_create")
+    worker = start("ready(); signal.pause()")
+    worker.watch(lambda: None)
+    worker.kill(signal.SIGKILL)
+    assert torn_down(worker, DEADLINE_S)
+    assert worker.reap() == -signal.SIGKILL
+    assert "will be known when the kernel has taken it apart" in caplog.text

@@ -54,6 +54,10 @@ class _Outgoing(NamedTuple):
     segments: wire.Segments
 
 
+class Ended(ConnectionError):
+    """A connection has, as the kernel or the other end says; no script raises this."""
+
+
 class Connection:
     """A TCP connection to ``member``. Nothing here waits for the other end.
 
@@ -211,7 +215,7 @@ class Connection:
         """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
-            ConnectionError: the connection has ended.
+            Ended: the connection has.
             Exception: the other end does not keep to the form of frames, or a signal handler of the script has raised
                 this. Then nobody knows any more which bytes come next.
         """
@@ -231,10 +235,12 @@ class Connection:
                         count = self.socket.recv_into(self._buffer)
                 except BlockingIOError:
                     return
-                except OSError as error:  # a silent host is a TimeoutError, which a script may raise as well
-                    raise ConnectionError(*error.args) from error
+                except OSError as error:
+                    if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
+                        raise  # not the kernel's: a signal handler has run as the call returned
+                    raise Ended(*error.args) from error
                 if not count:
-                    raise ConnectionError(*(self._failure.args if self._failure else ["closed by the peer"]))
+                    raise Ended(*(self._failure.args if self._failure else ["closed by the peer"]))
                 self._budget -= count
                 self._target = self._target[min(count, direct) :]
                 self._first, self._last = 0, max(0, count - direct)

@@ -24,7 +24,7 @@ from ..forking import only_here
 from ..secret import JobSecret
 from . import sockets, wire
 from .bulk.offers import Offers
-from .connection import Connection, Traffic
+from .connection import Connection, Ended, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
@@ -265,7 +265,7 @@ class Hub:
             return
         try:
             connection.read()
-        except ConnectionError as error:
+        except Ended as error:
             self._close(connection, f"connection ended: {error or type(error).__name__}")
         except BaseException as error:  # a broken peer: whoever waits for it must not wait for ever
             self._close(connection, f"connection ended: {type(error).__name__}: {error}")

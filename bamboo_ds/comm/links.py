@@ -293,7 +293,8 @@ class Links:
         self._hear(asking)
 
     def _hear(self, told: PeerMessage) -> None:
-        self._standings.hear(told.payload())
+        if told.tensors:
+            self._standings.hear(bytes(wire.view(told.tensors[0].data)))
 
     def flush(self) -> None:
         """Wait until every member has read everything that was sent to it.

@@ -15,7 +15,6 @@ from dataclasses import asdict, dataclass
 import torch
 
 from ..errors import CallsDiffer
-from . import wire
 
 #: What a script's end is called as an operation.
 END = "end"
@@ -92,12 +91,12 @@ class Standings:
         own = self._own()
         return None if own is None else torch.frombuffer(bytearray(json.dumps(asdict(own)).encode()), dtype=torch.uint8)
 
-    def hear(self, told: wire.Payload) -> None:
-        """Learn where another member's is. From any thread."""
+    def hear(self, told: bytes) -> None:
+        """Learn where another member's is, by the bytes of what it tells. From any thread."""
         own = self._own()
-        if not isinstance(told, torch.Tensor) or own is None:
+        if own is None:
             return
-        other = Stand(**json.loads(bytes(wire.view(told))))
+        other = Stand(**json.loads(told))
         if differ(own, other):
             self.difference = f"{other.words()}, while {own.words()}"
 

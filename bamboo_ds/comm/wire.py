@@ -271,6 +271,8 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
             if dtype is None:
                 raise ProtocolError(f"message {head.sequence} for {key!r} carries dtype {code}, unknown to this torch")
             shape = tuple(next(words) for _ in range(dimensions))
+            if dimensions < 0 or any(extent < 0 for extent in shape):
+                raise ProtocolError(f"message {head.sequence} for {key!r} carries a tensor of shape {shape}")
             size = dtype.itemsize
             for extent in shape:
                 size *= extent

@@ -1,7 +1,7 @@
 """Runs the worker of one slot to its end.
 
-It spawns the worker, registers it as a member, tells it of plans, and makes its end known: the lease is
-revoked the moment the worker exits. It ends with its worker, and its worker with it. Its main thread talks
+It spawns the worker, registers it as a member, tells it of plans, and makes its end known the moment that
+the worker dies: its record goes, and its lease. It ends with its worker, and its worker with it. Its main thread talks
 to the worker and never to etcd. What follows from what it hears is decided by :class:`.slot.Slot`.
 """
 
@@ -115,9 +115,12 @@ class Agent:
             selector.register(self._worker.wire, selectors.EVENT_READ, "channel")
             selector.register(self._mailbox, selectors.EVENT_READ, "mail")
             died = self._watch(selector)
-        departure = self._announce(self._departure(self._worker.reap(), died))
+        departure = self._departure(self._worker.reap(), died)
+        if departure.outcome != "lost":
+            self._await_teardown()  # only a loss is in a hurry: of others it may be awaited that they come back
+        departure = self._announce(departure)
         self._timeline.end(lost=departure.outcome not in ("finished", "left"))
-        self._worker.await_teardown()
+        self._await_teardown()
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
             self._leaving.report(self._slot.epoch)
@@ -356,6 +359,9 @@ class Agent:
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------
+
+    def _await_teardown(self) -> None:
+        self._worker.await_teardown(lambda seconds: self._mailbox.handle_next(seconds, [self._worker.pidfd]))
 
     def _departure(self, status: int, died: float) -> LeftRecord:
         """What the end of the worker by its exit ``status`` means."""

@@ -22,7 +22,7 @@ def reexecute(settings: AgentSettings) -> NoReturn:
     """Replace this process by an agent with ``settings``.
 
     Of what is open only standard input, output, error and ``settings.result_fd`` are passed on. Call it from the
-    main thread when the worker is reaped; all other threads end with the call.
+    main thread when the worker has ended; all other threads end with the call.
 
     Raises:
         OSError: the interpreter cannot be executed. Then nothing has changed but the signals, which are blocked.

@@ -34,6 +34,14 @@ def _begin_worker(agent_pid: int) -> None:
     die_with_parent(signal.SIGKILL, agent_pid)
 
 
+def _tether() -> Tether | None:
+    try:
+        return Tether()
+    except (OSError, AttributeError) as error:
+        logger.warning("the worker's death will be known when the kernel has taken it apart: %s", error)
+        return None
+
+
 class WorkerProcess:
     """One worker. Spawn it before the process has any other thread.
 
@@ -61,17 +69,18 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
-        self._tether = Tether()
-        with theirs, contextlib.closing(self._tether):
+        self._tether = _tether()
+        tied = {} if self._tether is None else {ENV_TETHER: str(self._tether.fd)}
+        with theirs, self._tether or contextlib.nullcontext():
             try:
                 # The worker holds accelerators and ports: without its agent nobody could end it.
                 self._process = subprocess.Popen(
                     argv,
-                    env={**env, ENV_FD: str(theirs.fileno()), ENV_TETHER: str(self._tether.fd)},
+                    env={**env, ENV_FD: str(theirs.fileno()), **tied},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=[theirs.fileno(), self._tether.fd, *fds],
+                    pass_fds=[theirs.fileno(), *map(int, tied.values()), *fds],
                     preexec_fn=lambda: _begin_worker(agent_pid),
                 )
             except OSError as error:
@@ -88,12 +97,14 @@ class WorkerProcess:
 
     def watch(self, on_death: Callable[[], None]) -> None:
         """Have a thread call ``on_death`` once the worker is :attr:`dead`. It must have said something already."""
-        if not self._watched:
+        if self._tether is not None and not self._watched:
             self._watched = True
-            threading.Thread(target=self._await_death, args=[on_death], name="bamboo-death", daemon=True).start()
+            death = threading.Thread(target=self._await_death, args=[self._tether, on_death], daemon=True)
+            death.name = "bamboo-death"
+            death.start()
 
-    def _await_death(self, on_death: Callable[[], None]) -> None:
-        self._tether.await_death()
+    def _await_death(self, tether: Tether, on_death: Callable[[], None]) -> None:
+        tether.await_death()
         self._code = exit_of(self.pid)
         if self.dead:
             on_death()
@@ -128,13 +139,18 @@ class WorkerProcess:
         status = self._process.poll() if self.dead or self.lingers() else self._process.wait()
         return (self._code or -signal.SIGKILL) if status is None else status
 
-    def await_teardown(self) -> None:
-        """Wait until the kernel has given back what the dead worker had: whoever comes next may need it."""
-        if self.dead:
-            try:
-                self._process.wait(_TEARDOWN_S)
-            except subprocess.TimeoutExpired:
+    def await_teardown(self, wait: Callable[[float], object]) -> None:
+        """Wait until the kernel has given back what the dead worker had: whoever comes next may need it.
+
+        Args:
+            wait: waits so many seconds at most, and no longer than until :attr:`pidfd` is readable.
+        """
+        until = time.monotonic() + _TEARDOWN_S
+        while self.dead and self._process.poll() is None:
+            if (left := until - time.monotonic()) <= 0:
                 logger.error("worker %d has died, and the kernel still holds its memory or its devices", self.pid)
+                break
+            wait(left)
 
     def close(self) -> None:
         """Close the descriptors."""

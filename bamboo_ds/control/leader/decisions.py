@@ -240,7 +240,8 @@ class Decider:
         pair = frozenset((accused, by))
         rows = self._reconnected.items()
         self._reconnected = {p: (n, at) for p, (n, at) in rows if plan.epoch - at < _RECONNECTED_EPOCHS}
-        times, _ = self._reconnected.pop(pair, (0, 0))
+        times, at = self._reconnected.pop(pair, (0, 0))
+        times -= at > plan.epoch  # that one was never written
         if times < _RECONNECTIONS:
             self._reconnected[pair] = times + 1, plan.epoch + 1
             new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)

@@ -13,7 +13,7 @@ from .leader import Leader
 
 
 def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
-    """Plan the loss of ``member``, whose record etcd has not any more, and tell of the takeovers.
+    """Plan the loss of ``member``, whose record etcd has not any more, and of others until then; tell of the takeovers.
 
     Args:
         leader: of the member.
@@ -22,14 +22,15 @@ def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted
     Returns:
         When to look again at the latest; ``None`` if there is nothing to do for it, or not any more.
     """
-    plan = mirror.plan
-    if plan is None or mirror.leader != member:
+    plan, left = mirror.plan, mirror.left
+    if plan is None or plan.unheld or mirror.leader != member:
         return None
     if mirror.members.keys().isdisjoint(set(plan.members) - {member}):
         return None  # nobody is left for whom to plan
-    if member not in plan.members:
-        return math.inf if leader.tell_takeovers(mirror) else None
-    if member in mirror.members or member not in mirror.left:
+    if member in mirror.members or member not in left:
         return math.inf  # the watch brings what etcd has been told
+    lost = [m for m in plan.members if m not in mirror.members and (m not in left or left[m].outcome != "finished")]
+    if not lost:
+        return math.inf if leader.tell_takeovers(mirror) else None
     wake = leader.step(mirror, lease, trusted_from)
     return math.inf if wake is None else wake

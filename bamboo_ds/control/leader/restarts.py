@@ -165,7 +165,7 @@ class Restarts:
         started_by = self._until("start", plan, now, self._limits.start_s)
         if gone:
             why = f"{gone[0].id} was lost ({gone[0].reason}: {gone[0].detail})"
-        elif late := anew.intersection(record.ranks):
+        elif (late := anew.intersection(record.ranks)) and (not missing or now >= return_by):
             why = f"slot {min(late)} has come too late for it"
         elif missing and now >= return_by:
             why = f"slot {missing[0]} did not come back"

@@ -189,7 +189,7 @@ class LeftRecord(Record):
         error: in a job that takes such workers for lost: it has failed by itself, in this way.
         step: newest step that it has committed, as far as known.
         abrupt: it has trained, and has ended with exit code 0 without any word of its script's end, as by ``os._exit``.
-        reaped: the agent has collected the dead worker: none of its code runs any more.
+        reaped: the agent knows that the worker has died: none of its code runs any more.
         since: ``CLOCK_MONOTONIC`` seconds at which the worker was last known to be well: its death as the
             agent saw it, or its last heartbeat. Comparable only where ``boot`` is the same.
         boot: id of the running kernel.
