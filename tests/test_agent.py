@@ -149,8 +149,7 @@ def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
         assert plan["at"] - at < KNOWN_S
     assert plan["owners"][other] == job.member((other - 1) % 4)
     job.finish(*gone)
-    assert job.events("plan")[2]["member"] == job.member(victim), "whose agent lives, and leads until it has planned"
-    assert job.events("plan")[3]["member"] != job.member(victim)
+    assert job.events("plan")[2]["member"] == job.member(victim), "whose agent lives, and leads a little longer"
     lost = job.events("member_lost")
     assert [(e["member_id"], e["reason"], e["detail"]) for e in lost] == [
         (job.member(rank), "signal", "SIGKILL") for rank in gone

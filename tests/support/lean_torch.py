@@ -16,6 +16,7 @@ from types import ModuleType, SimpleNamespace
 #: Other versions need these parts in other places. A forked process has all of torch already.
 KNOWN = metadata.version("torch").startswith("2.13.") and metadata.version("deepspeed").startswith("0.19.")
 LEAN = KNOWN and "torch" not in sys.modules
+_installed = False
 
 if LEAN:
     for _name in ("torch._meta_registrations", "torch.export"):
@@ -29,9 +30,11 @@ gc.enable()
 
 
 def install() -> None:
-    """Put stand-ins in the places of what is not imported yet; whatever else is asked of them is an error."""
-    if not LEAN:
+    """Put stand-ins in the places of what is not imported yet, once; whatever else is asked of them is an error."""
+    global _installed
+    if not LEAN or _installed:
         return
+    _installed = True
     compiler = ModuleType("torch._dynamo")
     compiler.disable = lambda function, *_, **__: function  # type: ignore[attr-defined]
     compiler.graph_break = lambda *_, **__: None  # type: ignore[attr-defined]

@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import Any
 
 if __name__ == "__main__":
-    import lean_torch  # noqa: F401  before torch
+    import lean_torch  # before torch
+
+    lean_torch.install()  # the engine makes an optimizer
 
 from bamboo_ds.comm.bulk import offers
 from bamboo_ds.comm.bulk.copying import Fetch
