@@ -8,6 +8,7 @@ import select
 import shlex
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 
@@ -100,27 +101,42 @@ def test_a_death_is_known_before_the_memory_is_given_back(start: Start) -> None:
 )
 @pytest.mark.parametrize("others", [BUSY, ""], ids=["threads", "alone"])
 def test_however_it_ends(start: Start, ending: str, code: int, others: str) -> None:
-    worker, known = start(others + f"ready(); time.sleep(0.2); {ending}"), queue.SimpleQueue[int]()
+    worker, known = start(others + f"ready(); {ending}"), queue.SimpleQueue[int]()
     worker.watch(lambda: known.put(worker.reap()))
     assert known.get(timeout=DEADLINE_S) == code
 
 
+def await_watching() -> None:
+    """Until no thread waits for a death any more."""
+    for watching in [each for each in threading.enumerate() if each.name == "bamboo-death"]:
+        watching.join(DEADLINE_S)
+        assert not watching.is_alive()
+
+
 @pytest.mark.parametrize(
-    ("script", "code"),
-    [
-        ("ready(); sys.stdin.close()", 0),
-        ("os.execv(sys.executable, [sys.executable, '-c', 'import os; os.write(1, b\"x\"); os.read(0, 1)'])", 0),
-        ("os.fork() or (ready(), os._exit(0)); os.wait(); sys.exit(7)", 7),
-    ],
-    ids=["done", "exec", "fork"],
+    ("script", "code"), [("ready()", 0), ("os.fork() or (ready(), os._exit(5)); os.wait(); sys.exit(7)", 7)]
 )
-def test_what_is_no_death_is_not_taken_for_one(start: Start, script: str, code: int) -> None:
-    """The parent hears from the kernel, as ever."""
+def test_a_child_s_death_is_not_the_worker_s_and_an_end_with_0_is_for_the_kernel_to_tell(
+    start: Start, script: str, code: int
+) -> None:
     worker, known = start(script), queue.SimpleQueue[int]()
-    worker.watch(lambda: known.put(1))
+    worker.watch(lambda: known.put(worker.reap()))
+    await_watching()
+    assert [known.get() for _ in range(known.qsize())] == ([code] if code else [])
     assert torn_down(worker, DEADLINE_S)
     assert worker.reap() == code
-    assert known.empty() or code
+
+
+def test_exec_is_no_death(start: Start) -> None:
+    """After it the parent hears from the kernel, as ever."""
+    program = "import os, signal; os.write(1, b'x'); signal.pause()"
+    worker, known = start(f"os.execv(sys.executable, [sys.executable, '-c', {program!r}])"), queue.SimpleQueue[int]()
+    worker.watch(lambda: known.put(1))
+    await_watching()
+    assert known.empty() and not worker.dead
+    worker.kill(signal.SIGKILL)
+    assert torn_down(worker, DEADLINE_S)
+    assert worker.reap() == -signal.SIGKILL
 
 
 def test_the_second_interpreter_of_a_command_runs_as_well(start: Start) -> None:

@@ -116,11 +116,13 @@ class Agent:
             selector.register(self._mailbox, selectors.EVENT_READ, "mail")
             died = self._watch(selector)
         departure = self._departure(self._worker.reap(), died)
-        if departure.outcome != "lost":
-            self._await_teardown()  # only a loss is in a hurry: of others it may be awaited that they come back
+        hurries = departure.outcome == "lost"  # of others it may be awaited that they come back
+        if not hurries:
+            self._await_teardown()
         departure = self._announce(departure)
         self._timeline.end(lost=departure.outcome not in ("finished", "left"))
-        self._await_teardown()
+        if hurries:
+            self._await_teardown()
         self._worker.close()
         if departure.outcome == "left" and self._leaving.notice is not None:
             self._leaving.report(self._slot.epoch)

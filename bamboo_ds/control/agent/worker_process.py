@@ -34,7 +34,7 @@ def _begin_worker(agent_pid: int) -> None:
     die_with_parent(signal.SIGKILL, agent_pid)
 
 
-def _tether() -> Tether | None:
+def _make_tether() -> Tether | None:
     try:
         return Tether()
     except (OSError, AttributeError) as error:
@@ -69,18 +69,21 @@ class WorkerProcess:
         """
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
-        self._tether = _tether()
-        tied = {} if self._tether is None else {ENV_TETHER: str(self._tether.fd)}
+        self._tether = _make_tether()
+        told, tied = {ENV_FD: str(theirs.fileno())}, list[int]()
+        if self._tether is not None:
+            told[ENV_TETHER] = str(self._tether.fd)
+            tied.append(self._tether.fd)
         with theirs, self._tether or contextlib.nullcontext():
             try:
                 # The worker holds accelerators and ports: without its agent nobody could end it.
                 self._process = subprocess.Popen(
                     argv,
-                    env={**env, ENV_FD: str(theirs.fileno()), **tied},
+                    env={**env, **told},
                     stdin=subprocess.DEVNULL,
                     stdout=stdout,
                     stderr=stderr,
-                    pass_fds=[theirs.fileno(), *map(int, tied.values()), *fds],
+                    pass_fds=[theirs.fileno(), *tied, *fds],
                     preexec_fn=lambda: _begin_worker(agent_pid),
                 )
             except OSError as error:
