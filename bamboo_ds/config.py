@@ -15,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    NonNegativeInt,
     PositiveInt,
     ValidationError,
     ValidationInfo,
@@ -55,6 +56,13 @@ class RedundancyConfig(_Block):
         gt=0,
         description="bound in MiB on what redundant forward passes keep for a later backward; `null`: half of what is "
         "free on a CUDA device, none elsewhere",
+    )
+    sync_every: Literal["auto"] | NonNegativeInt = Field(
+        "auto",
+        description="in the middle of an iteration a stage sends its sums of gradients to its shadow after so many "
+        "micro-batches, so that a loss costs a few micro-batches of the stage and not all since the iteration began; "
+        "0: never; `auto`: as often as that takes at most 30 % of the time (on processors, which it takes from the "
+        "passes, 3 %), by the measured speed of network and iterations",
     )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
@@ -397,6 +405,8 @@ def _explain(error: ValidationError) -> str:
     lines = []
     for item in error.errors(include_url=False):
         path = item["loc"]
+        if item["type"] != "extra_forbidden":  # of a setting of several kinds pydantic names the kind, too
+            path = tuple(each for each in path if not isinstance(each, str) or each.isidentifier())
         name = ".".join([BLOCK, *map(str, path)])
         if item["type"] == "extra_forbidden":
             known = _known_at(path[:-1])

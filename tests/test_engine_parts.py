@@ -204,16 +204,19 @@ def test_passes_that_a_takeover_repeats() -> None:
     found.follow(after)
     progress = {Role(0, 0): RoleProgress(5, 2), Role(0, 1): RoleProgress(3, 0, state_only=True)}
     progress |= {Role(0, 2): RoleProgress(4, 3), Role(0, 3): RoleProgress(3, 3)}
-    assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 2, 0)
     progress[Role(0, 2)] = RoleProgress(reduced=True)
-    assert found.redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2, 0)
     assert found.progress.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
-    assert found.redone(after, Decision(0, "commit", progress=progress)) == (0, 0)
+    assert found.redone(after, Decision(0, "commit", progress=progress)) == (0, 0, 0)
     assert not found.progress.redone
     # Of a stage in two parts the lost member has computed the first one: the second one has seen of that, too.
     progress |= {Role(0, 1): RoleProgress(rear=PartProgress(1, 4, 2)), Role(0, 2): RoleProgress(4, 3)}
-    assert found.redone(after, Decision(0, "resume", progress=progress)) == (4, 2)
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (4, 2, 0)
     assert found.progress.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
+    # Its sums of one micro-batch go on being used.
+    progress |= {Role(0, 1): RoleProgress(3, 1, since=1)}
+    assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 1, 1)
 
 
 # -- boundaries ---------------------------------------------------------------------------------------------

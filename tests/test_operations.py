@@ -20,6 +20,7 @@ from bamboo_ds.engine.recovery.reports import (
     PartReport,
     RoleReport,
     ScriptReport,
+    SumsReport,
     all_at_boundary,
     decision_of,
     newest_of,
@@ -114,7 +115,7 @@ class Member:
         found = self._recoveries.pop(0)
         if isinstance(found, EpochChanged):
             raise found
-        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0, None)
+        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0, 0, None)
         self.progress.taken_over.add(Role(0, 1))
         return found
 
@@ -202,6 +203,7 @@ def report(**changes: Any) -> MemberReport:
         "stale": False,
         "replicas": (1,),
         "copying": {3: ("a", "7/3")},
+        "sums": (SumsReport(rank=0, begin=0, end=1, counts=(2, 4)),),
         "joining": False,
         "history": 3,
         "steps": 3,

@@ -193,7 +193,8 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
         train_only=begun.append,
     )
     binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)
-    told = {Lanes(plan, False)[Stream.TOLD, role]: [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]}
+    given = [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]
+    told = {Lanes(plan, False)[Stream.TOLD, role]: [(step, each) for each in given]}
     transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
     epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=Progress(seed=1, steps=3))

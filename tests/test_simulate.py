@@ -56,8 +56,8 @@ def simulation(market: Market, profile: Profile | None = None, terms: Terms = FR
     return Simulation(lambda _: market, profile or model(), terms, **more)
 
 
-def settings(mode: RedundancyMode = RedundancyMode.LAZY) -> BambooConfig:
-    return BambooConfig.model_validate({"redundancy": {"mode": mode.value}, "membership": {"settle_ms": 0}})
+def settings(mode: RedundancyMode = RedundancyMode.LAZY, sync_every: int = 0) -> BambooConfig:
+    return BambooConfig.model_validate({"redundancy": {"mode": mode.value, "sync_every": sync_every}})
 
 
 EVENTFUL = nodes(
@@ -84,23 +84,28 @@ def test_undisturbed_job_is_that_of_the_closed_form() -> None:
 def test_one_loss_by_hand() -> None:
     """Two stages, two micro-batches; n1 has stage 1, n0 has stage 0 and shadows stage 1::
 
-    n0   F0 F1 . . B0 B0 . B1 B1     n1 is lost after 7.5 s: n0 has done F0 F1 B0 and begun B1, n1 all that
-    n1   .  F0 B0 B0 F1 B1 B1        it has to do. n0 does F0 B0 F1 B1 of stage 1 again (6 s), then B1 of its own (2 s).
+    n0   F0 F1 . . B0 B0 . B1 B1     n1 is lost after 6.5 s: n0 has done F0 F1 B0, and n1 F0 B0 F1.
+    n1   .  F0 B0 B0 F1 B1 B1        n0 does F0 B0 F1 B1 of stage 1 again (6 s), then B1 of its own (2 s).
+
+    With the sums of micro-batch 0 it leaves out F0 and B0 of stage 1, with redundant passes F0 and F1. After 7.5 s it
+    has all that stage 1 has to give, and is within B1 of its own.
     """
     profile = model(layers=2, micro_batches=2, stages=2, pipelines=1)
-    market = nodes(2, 100, (7.5, "remove", "n1"))
-    for mode, left_s in ((RedundancyMode.LAZY, 8.0), (RedundancyMode.EAGER_FORWARD, 6.0)):
-        one = simulation(market, profile, config=settings(mode))
+    lazy, eager = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
+    early = [(6.5, lazy, 0, 8.0), (6.5, eager, 0, 6.0), (6.5, lazy, 1, 5.0), (6.5, eager, 1, 4.0)]
+    for at_s, mode, sync_every, left_s in (*early, (7.5, lazy, 0, 2.0), (7.5, eager, 1, 2.0)):
+        market = nodes(2, 100, (at_s, "remove", "n1"))
+        one = simulation(market, profile, config=settings(mode, sync_every))
         job = one.job("bamboo-whole-stages", market, seed=_seed_with_order(market, ["n0", "n1"]))
         outcome = job.simulate()
         times = one.pace(mode, whole=True).overhead
         # The seconds before the loss are of an iteration that is `overhead` times as long.
-        assert outcome.pauses == pytest.approx([7.5 + left_s * times - 9 * times], abs=0.2), mode
+        assert outcome.pauses == pytest.approx([at_s + left_s * times - 9 * times], abs=0.2), (mode, sync_every)
         # From then on one member does both stages, 2 x 2 x 3 s.
-        assert outcome.samples == 2 * (1 + int((100 - 7.5 - left_s * times) / (12 * times))), mode
+        assert outcome.samples == 2 * (1 + int((100 - at_s - left_s * times) / (12 * times))), mode
         report = account(outcome.events)
         assert report.losses == 1 and report.restarts == 0
-        assert report.categories[Category.WASTED] == pytest.approx(7.5, abs=1e-3)
+        assert report.categories[Category.WASTED] == pytest.approx(at_s, abs=1e-3)
 
 
 def test_a_restart_by_hand() -> None:
@@ -116,11 +121,19 @@ def test_a_restart_by_hand() -> None:
     assert account(outcomes["checkpoint-restart"].events).steps == figures.samples / 8
 
 
-@pytest.mark.parametrize(("mode", "expected"), [(RedundancyMode.LAZY, 0.572), (RedundancyMode.EAGER_FORWARD, 0.504)])
-def test_what_a_loss_costs(mode: RedundancyMode, expected: float) -> None:
+@pytest.mark.parametrize(
+    ("mode", "sync_every", "expected"),
+    [
+        (RedundancyMode.LAZY, 0, 0.572),
+        (RedundancyMode.EAGER_FORWARD, 0, 0.504),
+        (RedundancyMode.LAZY, 4, 0.375),
+        (RedundancyMode.EAGER_FORWARD, 4, 0.351),
+    ],
+)
+def test_what_a_loss_costs(mode: RedundancyMode, sync_every: int, expected: float) -> None:
     """Mean over victims and instants, in iterations; what is expected comes of another program's list scheduling."""
     profile = model(layers=8, micro_batches=16, stages=8)
-    pace = Pace(profile, FREE, 1, 8, mode, blocks=1)
+    pace = Pace(profile, FREE, 1, 8, mode, 1, sync_every)
     plan = with_redundancy(initial_plan(list("abcdefgh")), pace.layout, True)
     whole = Stretch(pace, plan)
     costs = []

@@ -50,13 +50,15 @@ pytestmark = pytest.mark.claim(
 LINE = Spec()
 JOBS = {
     "eager-frc": LINE,
-    "eager-brc": Spec(mode="eager-frc-eager-brc"),
+    "eager-brc": Spec(mode="eager-frc-eager-brc", sync_every=1),
     "lazy": Spec(mode="lazy-frc-lazy-brc", micro_batches=3),
+    "sums": Spec(mode="lazy-frc-lazy-brc", stages=4, micro_batches=5, sync_every=1),
     "tied": Spec(tied=True),
-    "two pipelines": Spec(pipelines=2, stages=2),
+    "two pipelines": Spec(pipelines=2, stages=2, sync_every=2),
     "four stages": Spec(stages=4),
     "dataset": Spec(dataset=True),
     "divided": Spec(blocks=3, lends=True, tied=True),
+    "divided, sums": Spec(blocks=3, lends=True, sync_every=1),
     "divided, two pipelines": Spec(pipelines=2, stages=2, blocks=2, lends=True, micro_batches=3),
     "sharded, with evaluations": Spec(
         pipelines=2, stages=2, micro_batches=1, iterations=2, sharded=True, evaluates=True

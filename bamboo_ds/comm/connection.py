@@ -11,6 +11,7 @@ import logging
 import select
 import socket
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
@@ -26,6 +27,8 @@ _PIECES = 512
 _READY = 1 << 21
 #: Bytes by which small messages are read, and that one call of :meth:`Connection.read` reads at most.
 _BUFFER, _READ_AT_MOST = 1 << 16, 1 << 22
+#: Bytes of a frame that tells how fast the network is.
+_TIMED = 1 << 20
 
 
 class Traffic(Protocol):
@@ -77,6 +80,7 @@ class Connection:
         written: those of them that the kernel has taken, or that were given up.
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
         sharing: what carries the data of segments.
+        rate: bytes per second at which the last frame of some size went out; ``None``: there was none.
     """
 
     def __init__(
@@ -93,6 +97,7 @@ class Connection:
         self.reading = threading.Lock()
         self.sent = self.written = self.confirmed = 0
         self.sharing = Sharing(member, sock, host)
+        self.rate: float | None = None
         self._watch = watch
         self._sending = threading.Lock()  # guards what follows
         self._queue: deque[_Outgoing] = deque()
@@ -100,6 +105,8 @@ class Connection:
         self._ready: deque[memoryview] = deque()
         self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
         self._ends: deque[int] = deque()  # where in them frames end that are not out
+        self._timed: tuple[int, float] | None = None  # a large frame that is on its way: its size, since when
+        self._timed_end: int | None = None  # where in them that ends, once all of it is ready
         self._blocked = False  # the kernel takes nothing now
         self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -147,7 +154,7 @@ class Connection:
             if self._begun is not None and self._begun.epoch <= epoch:
                 self._prepare([wire.VOID])
                 self._ends.append(self._prepared)
-                self._begun = None
+                self._begun = self._timed = None
             kept = deque(each for each in self._queue if each.epoch > epoch)
             self.written += len(self._queue) - len(kept)
             self._queue = kept
@@ -183,6 +190,7 @@ class Connection:
                 if not self._queue:
                     break
                 self._begun = self._queue.popleft()
+                self._begin_timing(self._begun.segments)
                 self._prepare(self._begun.segments.popleft())
             else:
                 segment = self._begun.segments.popleft()
@@ -191,7 +199,15 @@ class Connection:
             if not self._begun.segments:
                 self._ends.append(self._prepared)
                 self._begun = None
+                if self._timed is not None and self._timed_end is None:
+                    self._timed_end = self._prepared
         return bool(self._ready)
+
+    def _begin_timing(self, segments: wire.Segments) -> None:
+        if self._timed is None:
+            size = sum(piece.nbytes for segment in segments for piece in segment)
+            if size >= _TIMED:
+                self._timed, self._timed_end = (size, time.monotonic()), None
 
     def _prepare(self, pieces: list[memoryview]) -> int:
         self._ready.extend(pieces)
@@ -204,6 +220,9 @@ class Connection:
         while self._ends and self._ends[0] <= self._taken:
             self._ends.popleft()
             self.written += 1
+        if self._timed is not None and self._timed_end is not None and self._timed_end <= self._taken:
+            size, since = self._timed
+            self.rate, self._timed = size / max(time.monotonic() - since, 1e-6), None
         while count:
             piece = self._ready.popleft()
             if count < piece.nbytes:

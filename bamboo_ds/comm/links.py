@@ -185,9 +185,12 @@ class Links:
         """A message of this member to itself, for :meth:`deliver`."""
         return PeerMessage(self.member, sequence, structure, tensors, time.monotonic())
 
-    def inbox(self, key: bytes) -> deque[PeerMessage]:
-        """The messages for ``key``, oldest first. Hold :attr:`changed` to look or take."""
-        return self._inbox.setdefault(key, deque())
+    def inbox(self, key: bytes, newest: int | None = None) -> deque[PeerMessage]:
+        """The messages for ``key``, oldest first, at most the ``newest``. Hold :attr:`changed` to look or take."""
+        found = self._inbox.setdefault(key, deque(maxlen=newest))
+        if found.maxlen != newest:  # some came before it was known how many are wanted
+            found = self._inbox[key] = deque(found, newest)
+        return found
 
     def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload) -> Ticket:
         """Send a message to another member; returns at once.
@@ -215,6 +218,11 @@ class Links:
         failure = self._failures.get(member)
         if failure is not None:
             raise _again(failure)
+
+    def rate(self, member: str) -> float | None:
+        """See :attr:`.connection.Connection.rate`."""
+        connection = self._hub.known(member)
+        return None if connection is None else connection.rate
 
     # -- waiting -----------------------------------------------------------------------------------------
     def failure(self, member: str) -> EpochChanged | None:

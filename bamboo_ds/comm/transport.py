@@ -30,12 +30,14 @@ class Lane:
         source: member that sends.
         destination: member that receives; equal to ``source`` for a mailbox.
         name: for messages, e.g. ``"act (0,1)->(0,2)"``.
+        newest: so many messages that have arrived are kept, and older ones dropped; ``None``: all.
     """
 
     tag: int
     source: str
     destination: str
     name: str
+    newest: int | None = None
 
 
 class Transport:
@@ -67,7 +69,7 @@ class Transport:
                 self._outgoing.add(lane.tag)
             if lane.destination == epoch.member:
                 with self._links.changed:
-                    self._incoming[lane.tag] = self._links.inbox(self._key(lane))
+                    self._incoming[lane.tag] = self._links.inbox(self._key(lane), lane.newest)
 
     @classmethod
     def open(cls, session: Session, lanes: Sequence[Lane]) -> Transport:
@@ -137,13 +139,13 @@ class Transport:
             message = messages.popleft()
         return message.payload()
 
-    def take(self, lane: Lane) -> list[Payload]:
-        """Receive what of ``lane`` has arrived, whatever its numbers; also after an abort, until :meth:`close`."""
+    def take(self, lane: Lane) -> list[tuple[int, Payload]]:
+        """What of ``lane`` has arrived, each with its number; also after an abort, until :meth:`close`."""
         messages = self._inbox(lane)
         with self._links.changed:
             taken = list(messages)
             messages.clear()
-        return [message.payload() for message in taken]
+        return [(message.sequence, message.payload()) for message in taken]
 
     def discard(self, lane: Lane, below: int) -> None:
         """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device."""
@@ -161,6 +163,10 @@ class Transport:
         messages = self._inbox(lane)
         with self._links.changed:
             return messages[0].arrival if messages else None
+
+    def rate(self, member: str) -> float | None:
+        """Bytes per second that a large message to ``member`` has taken last; ``None``: there was none."""
+        return self._links.rate(member)
 
     def _inbox(self, lane: Lane) -> deque[PeerMessage]:
         messages = self._incoming.get(lane.tag)

@@ -232,6 +232,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         schedule.RecvChanges: _by(lambda iteration: iteration.division.receive_changes),
         schedule.SendPart: _by(lambda iteration: iteration.division.send_part),
         schedule.RecvPart: _by(lambda iteration: iteration.division.receive_part),
+        schedule.SendSums: _by(lambda iteration: iteration.sums.send),
         schedule.SendReplica: _by(lambda iteration: iteration.replication.send),
         schedule.RecvReplica: _by(lambda iteration: iteration.replication.receive),
         schedule.Commit: _by(lambda iteration: iteration.commits.commit_iteration),

@@ -174,6 +174,9 @@ class Recovered(EventBase):
         "stage those of each part",
     )
     backwards_redone: int = Field(ge=0, description="the same of backward passes")
+    backwards_kept: int = Field(
+        0, ge=0, description="backward passes of the lost workers that are not done again, since their sums are here"
+    )
     mode: str = Field(
         description="`resume`: the operation was finished from its progress; `commit`: only its commit was repeated"
     )

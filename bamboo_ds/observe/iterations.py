@@ -32,6 +32,7 @@ STYLES = {
     Kind.RECV_CHANGES: "wait for a message",
     Kind.REDUCE: "reduction, gradients to shadows",
     Kind.REDUCE_TIED: "reduction, gradients to shadows",
+    Kind.SEND_SUMS: "reduction, gradients to shadows",
     Kind.SEND_REPLICA: "reduction, gradients to shadows",
     Kind.COMMIT: "commit",
     Kind.STEP: "optimizer step, of replicas too",

@@ -54,6 +54,7 @@ class Kind(str, Enum):
     RECV_PART = "RecvPart"
     REDUCE_TIED = "ReduceTiedGrads"
     REDUCE = "ReduceGrads"
+    SEND_SUMS = "SendSums"
     SEND_REPLICA = "SendReplica"
     RECV_REPLICA = "RecvReplica"
     COMMIT = "Commit"

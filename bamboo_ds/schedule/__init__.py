@@ -13,6 +13,7 @@ from .instructions import (
     SendChanges,
     SendPart,
     SendReplica,
+    SendSums,
     StepReplica,
     UseRole,
 )
@@ -20,17 +21,21 @@ from .orders import compute_order
 from .program import Program, commit_program, epilogue, member_program
 from .progress import (
     Decision,
+    Held,
     Hosts,
     MemberProgress,
     PartProgress,
     RoleProgress,
     beginning,
+    beside,
     decide,
+    finished,
     hosts,
     not_begun,
-    settle,
 )
 from .redundant import Placement
 from .rehearsal import rehearsal_passes, rehearsal_sends
+from .settling import settle
 from .spans import Kind, Work, one_f_one_b
+from .syncing import NETWORK_SHARE, PROCESSOR_SHARE, affordable
 from .timing import PassTimeline, needed, timeline

@@ -75,6 +75,12 @@ class ResendGrad(BufferOpInstruction):
     buffer_id: int
 
 
+class SendSums(BufferOpInstruction):
+    """Send the sums of gradients up to micro-batch ``buffer_id`` to whom could take the current role or part over."""
+
+    buffer_id: int
+
+
 class SendChanges(PipeInstruction):
     """Send what the script has changed of the current role to its shadow, which computes a part of it."""
 

@@ -72,7 +72,7 @@ def compute_order(
 
     Raises:
         ProtocolError: ``progress`` is not one of this layout and number of micro-batches, or differs between slices
-            (see :func:`~.progress.settle`).
+            (see :func:`~.settling.settle`).
     """
     done = finished(layout, micro_batches, progress or dict.fromkeys(layout.roles, RoleProgress()))
     return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost, costs)

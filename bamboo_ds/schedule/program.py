@@ -4,7 +4,7 @@
 
     prologue   divided roles        SendChanges; RecvChanges
                computed roles       re-send what a receiver lost
-    passes     computed, mixed      forwards and backwards in the order of compute_order
+    passes     computed, mixed      forwards and backwards in the order of compute_order; SendSums
     epilogue   divided roles        SendPart; RecvPart
                owned roles          ReduceTiedGrads; ReduceGrads
                owned and shadowed   SendReplica; RecvReplica
@@ -35,6 +35,7 @@ from .instructions import (
     SendChanges,
     SendPart,
     SendReplica,
+    SendSums,
     StepReplica,
     UseRole,
 )
@@ -52,14 +53,16 @@ def member_program(
     micro_batches: int,
     progress: Mapping[Role, RoleProgress] | None = None,
     placement: Placement = "idle",
+    sync_every: int = 0,
 ) -> Program:
     """The program of ``member`` that finishes the current iteration from ``progress``, and steps.
 
     *The receiver's counters decide what is sent.* A tensor that was in flight when an epoch ended is gone,
     so role s first re-sends the tensors that its neighbours have not used yet: the activations ``f(s+1) .. f(s)-1`` and
     the gradients ``b(s-1) .. b(s)-1``. A role that was taken over re-does passes whose results its neighbours
-    have used: those are not sent again. On every edge the messages thus are, in order and without a gap, the
-    ones that the receiver waits for.
+    have used: those are not sent again. Nor is what is in sums that have come from its lost owner: its neighbours
+    have used or kept that (:func:`~.settling.settle`). On every edge the messages thus are, in order and without a
+    gap, the ones that the receiver waits for.
 
     All members must call this with equal ``plan``, ``micro_batches`` and ``progress``; then the programs
     match each other and cannot deadlock (see :func:`~.orders.compute_order`; re-sends are asynchronous like
@@ -74,6 +77,8 @@ def member_program(
         micro_batches: micro-batches per pipeline and iteration.
         progress: progress of every role in this iteration; ``None``: no role has begun.
         placement: where redundant forwards go, see :data:`~.redundant.Placement`.
+        sync_every: after so many micro-batches sums of gradients are sent to whom could take over; 0: never. Members
+            may differ in it.
 
     Returns:
         The program, which is cached: treat the instructions as immutable.
@@ -86,7 +91,7 @@ def member_program(
     if progress is None:
         progress = beginning(plan)
     done = finished(plan.world, micro_batches, progress)
-    return _member_program(plan, member, micro_batches, done, hosts(plan, progress), placement)
+    return _member_program(plan, member, micro_batches, done, hosts(plan, progress), placement, sync_every)
 
 
 def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Collection[Role] = ()) -> Program:
@@ -139,7 +144,13 @@ def _followed(plan: Plan, member: str) -> tuple[Role, ...]:
 
 @lru_cache(maxsize=64)
 def _member_program(
-    plan: Plan, member: str, micro_batches: int, done: Finished, members: Hosts, placement: Placement
+    plan: Plan,
+    member: str,
+    micro_batches: int,
+    done: Finished,
+    members: Hosts,
+    placement: Placement,
+    sync_every: int,
 ) -> Program:
     """:func:`member_program` with the progress as a hashable value.
 
@@ -162,8 +173,8 @@ def _member_program(
         other = beside(layout, done, rank, index, +1 if kind == "F" else -1)
         if other is None:
             return micro_batches
-        part = done[other[0]][other[1]]
-        return part.forwards if kind == "F" else part.backwards
+        part, mine = done[other[0]][other[1]], done[rank][index]
+        return part.forwards if kind == "F" else max(part.backwards, mine.since)
 
     for role in plan.owned_by(member):
         if role in divided:
@@ -186,6 +197,7 @@ def _member_program(
         place = layout.rank(role), int(begin > 0)
         before, after = (beside(layout, done, *place, step) for step in (-1, +1))
         source = before if kind == "F" else after
+        kept = kind == "B" and source is not None and m < done[source[0]][source[1]].since
         program += pass_step(
             kind,
             m,
@@ -193,8 +205,12 @@ def _member_program(
             last=after is None,
             placement=placement,
             send=m >= needed(*place, kind),
-            local=source is not None and members[source[0]][source[1]] == member,
+            local=kept or (source is not None and members[source[0]][source[1]] == member),
         )
+        # Slices keep their own, too.
+        wanted = kind == "B" and sync_every and (plan.shadow(role) is not None or layout.slices > 1)
+        if wanted and (m + 1) % sync_every == 0 and m + 1 < micro_batches:
+            program.append(SendSums(m))
 
     return (*program, *epilogue(plan, member, placement, divided))
 

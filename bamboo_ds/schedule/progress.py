@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from types import MappingProxyType
@@ -21,18 +21,39 @@ class PartProgress:
         begin: its first block. It ends where the next part begins.
         forwards: forward passes finished: micro-batches ``0 .. forwards - 1``.
         backwards: backward passes whose gradients are in the sums of the member that computes the part.
+        since: the first micro-batch of which that member holds what its passes have given to the parts beside. Before
+            it is what the sums contain that have come from a lost member.
 
     Raises:
-        ProtocolError: not ``0 <= backwards <= forwards``.
+        ProtocolError: not ``0 <= backwards <= forwards``, or ``since`` is beyond them.
     """
 
     begin: int = 0
     forwards: int = 0
     backwards: int = 0
+    since: int = 0
 
     def __post_init__(self) -> None:
-        if not 0 <= self.backwards <= self.forwards:
-            raise ProtocolError(f"impossible progress: {self.forwards} forwards, {self.backwards} backwards")
+        if not (0 <= self.backwards <= self.forwards and 0 <= self.since <= self.forwards):
+            raise ProtocolError(
+                f"impossible progress: {self.forwards} forwards, {self.backwards} backwards, held from {self.since} on"
+            )
+
+
+@dataclass(frozen=True)
+class Held:
+    """What the member that computes a part holds besides the passes that are finished.
+
+    Attributes:
+        given: gradients of the part's outputs that are here: used, or received and kept: of micro-batches
+            ``0 .. given - 1``.
+        sums: numbers of micro-batches whose sums of gradients are here: the part can go on from each of them.
+        broken: a pass was interrupted that had changed something: what is finished cannot be gone on from.
+    """
+
+    given: int = 0
+    sums: tuple[int, ...] = ()
+    broken: bool = False
 
 
 @dataclass(frozen=True)
@@ -47,7 +68,9 @@ class RoleProgress:
         reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
             The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
         state_only: the role was taken over: of the passes beyond those counted there are neither boundary tensors nor
-            sums, also if it is reduced. See :func:`settle`.
+            sums, also if it is reduced. See :func:`~.settling.settle`.
+        since: see :class:`PartProgress`; of the front part, as the counters are.
+        held: of each part, what its member holds besides; empty: nothing.
         rear: passes of the rear part of a role that is divided in this iteration.
         lent: the part that the role's shadow computes. A divided role none of whose parts is lent was taken over in
             this iteration.
@@ -62,15 +85,30 @@ class RoleProgress:
     state_only: bool = False
     rear: PartProgress | None = None
     lent: Side | None = None
+    since: int = 0
+    held: tuple[Held, ...] = ()
 
     def __post_init__(self) -> None:
-        PartProgress(0, self.forwards, self.backwards)
+        PartProgress(0, self.forwards, self.backwards, self.since)
 
     @cached_property
     def parts(self) -> tuple[PartProgress, ...]:
         """Of the whole role, or of its front and its rear."""
-        front = PartProgress(0, self.forwards, self.backwards)
+        front = PartProgress(0, self.forwards, self.backwards, self.since)
         return (front,) if self.rear is None else (front, self.rear)
+
+    def at(self, parts: Sequence[PartProgress], reduced: bool) -> RoleProgress:
+        """The same role, whose parts have come as far as ``parts``, and hold nothing besides."""
+        front, *rear = parts
+        return replace(
+            self,
+            forwards=front.forwards,
+            backwards=front.backwards,
+            since=front.since,
+            rear=rear[0] if rear else None,
+            reduced=reduced,
+            held=(),
+        )
 
     @property
     def begun(self) -> bool:
@@ -106,7 +144,7 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
 
     Raises:
         ProtocolError: a role is missing, unknown, or has finished more than ``micro_batches``; or slices of a stage
-            differ (see :func:`settle`).
+            differ (see :func:`~.settling.settle`).
     """
     if progress.keys() != set(layout.roles):
         odd = ", ".join(str(role) for role in sorted(progress.keys() ^ set(layout.roles)))
@@ -118,10 +156,15 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
             if part.forwards > micro_batches:
                 raise ProtocolError(f"role {role} reports {part.forwards} forwards of {micro_batches} micro-batches")
         if progress[role].reduced:
-            parts = tuple(PartProgress(part.begin, micro_batches, micro_batches) for part in parts)
+            # Of one that was taken over with nothing else there is nothing that others could have.
+            bare = micro_batches if progress[role].state_only else 0
+            parts = tuple(
+                PartProgress(part.begin, micro_batches, micro_batches, max(bare, part.since)) for part in parts
+            )
         counters.append(parts)
     for first in range(0, layout.size, layout.slices) if layout.slices > 1 else ():
-        if len(set(counters[first : first + layout.slices])) > 1:
+        together = counters[first : first + layout.slices]
+        if len({tuple((part.forwards, part.backwards) for part in parts) for parts in together}) > 1:
             raise ProtocolError(f"slices of {layout.role(first)} are at different places of an iteration: {counters}")
     return tuple(counters)
 
@@ -154,71 +197,6 @@ def hosts(plan: Plan, progress: Mapping[Role, RoleProgress]) -> Hosts:
         else:
             found.append((owner,) * len(done.parts))
     return tuple(found)
-
-
-def settle(
-    layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress], tied: Collection[int] = ()
-) -> Mapping[Role, RoleProgress]:
-    """What of ``progress`` an iteration that is resumed can build on.
-
-    A role that was taken over with nothing but its reduced gradients is finished only if nobody needs anything
-    from it: no neighbour a boundary tensor, no other role its sums for another reduction. Else its passes are
-    done again; for that its neighbours may have to do theirs again.
-
-    The roles of a stage in all copies of the model are reduced together: what all of them hold is kept. If one of them
-    lacks it all do the reduction again, for which those that were taken over do their passes again. So do stages that
-    are reduced with others, always.
-
-    Tensor slices of a stage do their passes together. Where one of them has to do passes again, so have the others,
-    from the first one on: what went into a sum of gradients cannot be taken out of it, and of a backward pass there
-    is nothing left to do it again with. That is so for the slices of a role that was taken over, and where a loss
-    came when some slices had finished a pass and others had not.
-
-    Args:
-        layout: the logical world.
-        micro_batches: micro-batches per pipeline and iteration.
-        progress: progress of every role.
-        tied: stages that hold weights of other stages, too, and are reduced with these.
-    """
-    settled = dict(progress)
-
-    def needed(role: Role) -> bool:
-        """Whether the stages beside ``role`` need anything of it: gradients of it, or outputs."""
-        if role.stage > 0:
-            before = settled[Role(role.pipeline, role.stage - 1)]
-            if not (before.reduced or before.parts[-1].backwards == micro_batches):
-                return True
-        if role.stage < layout.stages - 1:
-            after = settled[Role(role.pipeline, role.stage + 1)]
-            return not (after.reduced or after.parts[0].forwards == micro_batches)
-        return False
-
-    def place(role: Role) -> tuple[int, int]:
-        return role.stage, layout.slice_of(role)
-
-    # Stages, by slice, that some copy of the model has not reduced.
-    lacking = {place(role) for role, done in settled.items() if role.stage in tied or not done.reduced}
-
-    def counters(role: Role) -> tuple[int, int]:
-        done = settled[role]
-        return (micro_batches,) * 2 if done.reduced else (done.forwards, done.backwards)
-
-    again = True
-    while again:
-        again = False
-        for role, done in settled.items():
-            if done.reduced and (place(role) in lacking or (done.state_only and needed(role))):
-                settled[role] = replace(done, reduced=False)
-                lacking.add(place(role))
-                again = True
-        for role in layout.roles if layout.slices > 1 else ():
-            together = layout.slices_with(role)
-            if layout.slice_of(role) == 0 and len({counters(each) for each in together}) > 1:
-                for each in together:
-                    settled[each] = RoleProgress(state_only=settled[each].state_only)
-                    lacking.add(place(each))
-                again = True
-    return settled
 
 
 @dataclass(frozen=True)

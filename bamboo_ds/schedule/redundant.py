@@ -51,7 +51,7 @@ def pass_step(
         last: the role is a last stage.
         placement: where redundant forwards go.
         send: the stage that the result goes to, the next or of a backward pass the previous one, still needs it.
-        local: the stage that the input comes from is on the same member, whose order has it computed by now: no bubble.
+        local: the input is here by now, of another stage on the same member or kept from before a loss: no bubble.
     """
     forward = kind == "F"
     step: list[PipeInstruction] = []

@@ -11,9 +11,24 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 from itertools import accumulate
+from typing import Literal
 
 from ..config import RedundancyMode
-from ..schedule import Hosts, PartProgress, PassTimeline, RoleProgress, beginning, hosts, needed, settle, timeline
+from ..schedule import (
+    NETWORK_SHARE,
+    Held,
+    Hosts,
+    PartProgress,
+    PassTimeline,
+    RoleProgress,
+    affordable,
+    beginning,
+    beside,
+    hosts,
+    needed,
+    settle,
+    timeline,
+)
 from ..topology import BlockCosts, Layout, Plan, Role
 from ..topology.memory import StageMemory, StateBytes
 from ..topology.roles import MOST_BLOCKS
@@ -64,6 +79,7 @@ class Pace:
         stages: stages of each.
         mode: what shadows do.
         blocks: that a stage is divided into, at most; 1: stages are computed whole.
+        sync_every: ``redundancy.sync_every``.
 
     Attributes:
         layout: the logical world.
@@ -71,13 +87,22 @@ class Pace:
         costs: of their blocks, as members measure them.
         micro_batches: of a pipeline in an iteration.
         saved: bytes per parameter in a checkpoint: all shards of the optimizer's state, and no gradients.
+        sync_every: sums are sent after so many micro-batches; 0: never.
+        sums_s: seconds that those of the largest stage take on the network.
 
     Raises:
         ConfigError: the profile has too few layers or samples.
     """
 
     def __init__(
-        self, profile: Profile, terms: Terms, pipelines: int, stages: int, mode: RedundancyMode, blocks: int = AUTO
+        self,
+        profile: Profile,
+        terms: Terms,
+        pipelines: int,
+        stages: int,
+        mode: RedundancyMode,
+        blocks: int = AUTO,
+        sync_every: Literal["auto"] | int = "auto",
     ) -> None:
         self.profile, self.terms, self.mode = profile, terms, mode
         self.micro_batches = profile.micro_batches(pipelines)
@@ -106,8 +131,17 @@ class Pace:
         kept = profile.precision, profile.optimizer, profile.zero, pipelines
         self.state = StateBytes(*kept, eager_backwards=mode.eager_backward)
         self.saved = replace(self.state, zero=False).copied
+        self.sums_s = max(self.parameters) * profile.gradient_bytes / (terms.network_gb_s * 1e9)
+        self.sync_every = 0
+        if mode.replicas:
+            slowest_s = max(each[-1] for each in map(self._both_until, range(stages)))
+            fewest = affordable(self.sums_s, self.micro_batches, slowest_s, NETWORK_SHARE)
+            self.sync_every = fewest if sync_every == "auto" else sync_every
         self._played = lru_cache(maxsize=512)(self._play)
         self._advanced = lru_cache(maxsize=512)(self._advance)
+
+    def _both_until(self, stage: int) -> list[float]:
+        return [sum(each) for each in zip(self._until["F"][stage], self._until["B"][stage], strict=True)]
 
     # -- passes -------------------------------------------------------------------------------------------
 
@@ -186,16 +220,31 @@ class Pace:
         found = []
         for role, done in zip(layout.roles, shape.progress, strict=True):
             parts = [
-                PartProgress(
-                    part.begin,
-                    part.forwards + counts[role, part.begin, "F"],
-                    part.backwards + counts[role, part.begin, "B"],
+                replace(
+                    part,
+                    forwards=part.forwards + counts[role, part.begin, "F"],
+                    backwards=part.backwards + counts[role, part.begin, "B"],
                 )
                 for part in done.parts
             ]
             front, rear = parts[0], parts[1] if len(parts) > 1 else None
             found.append(replace(done, forwards=front.forwards, backwards=front.backwards, rear=rear))
         return tuple(found), passes
+
+    def behind(self, progress: _Progress, role: Role) -> list[PartProgress]:
+        """The part behind each part of ``role``; behind the last one of a pipeline one that has given everything."""
+        layout, all_ = self.layout, PartProgress(0, self.micro_batches, self.micro_batches)
+        parts = [progress[each].parts for each in layout.roles]
+        found = []
+        for index in range(len(progress[role].parts)):
+            place = beside(layout, parts, layout.rank(role), index, +1)
+            found.append(all_ if place is None else parts[place[0]][place[1]])
+        return found
+
+    def sums_of(self, part: PartProgress) -> tuple[int, ...]:
+        """Of how many micro-batches the sums of a part are kept that have been sent."""
+        counts = range(self.sync_every, min(part.backwards, self.micro_batches - 1) + 1, self.sync_every or 1)
+        return tuple(counts)[-2:] if self.sync_every else ()
 
     def advanced(
         self, groups: Sequence[_Group], at_s: float, lost: Collection[str] = (), noticed_s: float | None = None
@@ -334,23 +383,27 @@ class Stretch:
             lending, now = plan.lending(role), done[role]
             side = lending.side if lending is not None and now.lent == lending.side else None
             found[role] = replace(now, lent=side, reduced=whole.issuperset(layout.siblings(role)))
+        synced, _ = pace.advanced(self._groups, at_s - pace.sums_s / pace.overhead)
         for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
-            if computing == before[rank]:
+            now, changed = found[role], [new != old for new, old in zip(computing, before[rank], strict=True)]
+            near = plan.owner(role) == self.plan.shadow(role) or len(now.parts) > 1
+            sums = [pace.sums_of(part) if near else () for part in synced[role].parts]
+            given = [part.backwards for part in pace.behind(done, role)]
+            held = tuple(
+                Held(0, has) if new else Held(max(count, part.backwards))
+                for new, has, count, part in zip(changed, sums, given, now.parts, strict=True)
+            )
+            if not any(changed):
+                found[role] = replace(now, held=held)
                 continue
-            now = found[role]
-            parts = [
-                part if new == old else PartProgress(part.begin)
-                for part, new, old in zip(now.parts, computing, before[rank], strict=True)
-            ]
+            parts = [PartProgress(part.begin) if new else part for part, new in zip(now.parts, changed, strict=True)]
             if len(parts) == 1:
                 heir = plan.owner(role)
                 parts = [PartProgress(0, self.redundant(role, noticed_s, heir, passes.get(heir, 0)))]
-            rear = parts[1] if len(parts) > 1 else None
-            front = parts[0]
             # Reduced gradients are there if the shadow takes over, which has received them.
             reduced = now.reduced and plan.owner(role) == self.plan.shadow(role)
-            taken = computing[0] != before[rank][0]
-            found[role] = RoleProgress(front.forwards, front.backwards, reduced, taken, rear, now.lent)
+            taken = replace(now, state_only=changed[0]).at(parts, reduced)
+            found[role] = replace(taken, held=held)
         return Stretch(pace, plan, settle(layout, pace.micro_batches, found))
 
     def redundant(self, role: Role, at_s: float, heir: str, passes: int) -> int:

@@ -169,7 +169,9 @@ class Simulation:
         if (mode, whole) not in self._paces:
             setting = self.config.topology.blocks
             blocks = 1 if whole else AUTO if setting == "auto" else setting
-            self._paces[mode, whole] = Pace(self.profile, self.terms, *self.size, mode, blocks)
+            self._paces[mode, whole] = Pace(
+                self.profile, self.terms, *self.size, mode, blocks, self.config.redundancy.sync_every
+            )
         return self._paces[mode, whole]
 
     def rented(self, seed: int, policy: str = BAMBOO) -> Market:

@@ -9,6 +9,7 @@ from ..job_settings import paths_by_name
 MODELLED = frozenset(
     {
         "redundancy.mode",
+        "redundancy.sync_every",
         "membership.settle_ms",
         "recovery.max_restarts",
         "recovery.min_members",

@@ -6,7 +6,7 @@ from collections import defaultdict, deque
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from bamboo_ds.schedule import RoleProgress, UseRole, member_program
+from bamboo_ds.schedule import PartProgress, RoleProgress, UseRole, finished, member_program
 from bamboo_ds.topology import Plan, Role
 
 
@@ -47,6 +47,10 @@ def play(
             return role, parts[role][index]
         other = Role(role.pipeline, role.stage + step)
         return other, parts[other][-1 if step < 0 else 0]
+
+    def progress_of(role: Role, part: int) -> PartProgress:
+        index = parts[role].index(part)
+        return finished(layout, micro_batches, progress)[layout.rank(role)][index]
 
     def receive(key: tuple[str, Role, int], number: int) -> bool:
         if not sent[key]:
@@ -100,6 +104,8 @@ def play(
             sent[("F", *beside(*place, 1))].append(instruction.buffer_id)
         elif name in ("SendGrad", "ResendGrad"):
             sent[("B", *beside(*place, -1))].append(instruction.buffer_id)
+        elif name == "RecvGrad" and instruction.buffer_id < progress_of(*beside(*place, 1)).since:
+            assert progress_of(*place).backwards <= instruction.buffer_id
         elif name in ("RecvActivation", "RecvGrad"):
             return receive(("F" if name == "RecvActivation" else "B", *place), instruction.buffer_id)
         elif name in ("ForwardPass", "BackwardPass", "LoadMicroBatch"):

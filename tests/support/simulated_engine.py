@@ -137,7 +137,12 @@ class Member(Parts):
         self.strange: list[tuple[str, Any]] = []
         self.fatal: FatalLoss | UnsupportedError | None = None
         self.started = self.left = self.ended = False
-        redundancy = {"mode": spec.mode, "verify_every": 1, "check_exact": spec.checked}
+        redundancy = {
+            "mode": spec.mode,
+            "verify_every": 1,
+            "check_exact": spec.checked,
+            "sync_every": spec.sync_every,
+        }
         settings = BambooConfig.model_validate({"redundancy": redundancy, "observe": {"timeline": "off"}})
         self.session: Any = Session(name, world)
         job: Any = Job(world, self.session, plan, rank, joiner)
@@ -325,6 +330,7 @@ class Spec:
         blocks: layers of each stage.
         lends: shadows compute parts of stages.
         mode: of redundancy.
+        sync_every: after so many micro-batches sums are sent.
         tied: the ends of a pipeline share weights.
         sharded: optimizers are partitioned over the pipelines.
         statistics: layers keep some.
@@ -350,6 +356,7 @@ class Spec:
     lends: bool = False
     iterations: int = 3
     mode: str = "eager-frc-lazy-brc"
+    sync_every: int = 0
     tied: bool = False
     sharded: bool = False
     statistics: bool = True

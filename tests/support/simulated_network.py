@@ -145,6 +145,13 @@ class Attachment:
     undelivered: bool = False
     transports: int = 0
     rounds: Counter[Any] = field(default_factory=Counter)
+    newest: dict[Any, int] = field(default_factory=dict)
+
+    def put(self, key: Any, message: tuple[str, int, Payload]) -> None:
+        """A message arrives; of some keys only so many of the newest are kept."""
+        self.inboxes[key].append(message)
+        if key in self.newest and len(self.inboxes[key]) > self.newest[key]:
+            self.inboxes[key].popleft()
 
     def check(self, members: Sequence[str] = ()) -> None:
         """Raise if the epoch has ended for this member, or one of ``members`` is gone."""
@@ -241,7 +248,7 @@ class Network:
         if key is None:
             theirs.gone.add(source)
         else:
-            theirs.inboxes[key].append((source, number, copied(payload)))
+            theirs.put(key, (source, number, copied(payload)))
 
     def await_delivery(self, mine: Attachment) -> None:
         """Wait until all that was sent has arrived."""
@@ -312,6 +319,7 @@ class SimulatedTransport:
         self._number, self._closed = attachment.transports, False
         attachment.transports += 1
         assert len({lane.tag for lane in lanes}) == len(lanes)
+        attachment.newest |= {self._key(lane): lane.newest for lane in lanes if lane.newest is not None}
         for lane in lanes:
             assert {lane.source, lane.destination} <= set(attachment.plan.members)
 
@@ -354,9 +362,9 @@ class SimulatedTransport:
         self._mine.inboxes[self._key(lane)].popleft()
         return payload
 
-    def take(self, lane: Lane) -> list[Payload]:
+    def take(self, lane: Lane) -> list[tuple[int, Payload]]:
         messages = self._mine.inboxes[self._key(lane)]
-        taken = [] if self._closed else [payload for _, _, payload in messages]
+        taken = [] if self._closed else [(number, payload) for _, number, payload in messages]
         messages.clear()
         return taken
 
@@ -367,6 +375,9 @@ class SimulatedTransport:
 
     def ready(self, lane: Lane) -> bool:
         return not self._closed and bool(self._mine.inboxes[self._key(lane)])
+
+    def rate(self, member: str) -> None:
+        """As of the real one; there are no times here."""
 
     def arrival(self, lane: Lane) -> float | None:
         """As of the real one; there are no times here."""

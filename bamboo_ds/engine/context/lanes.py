@@ -45,6 +45,13 @@ class Stream(IntEnum):
     SHARD = 14
     #: What the owner has computed, for the shadow that has rehearsed it.
     REPORT = 15
+    #: Sums of gradients of a part of the role in the middle of an iteration, from the member that computes it to the
+    #: one that could take it over.
+    SUMS = 16
+
+
+#: So many of the newest sums are kept: of which ones the neighbours have all gradients is known at a loss.
+NEWEST_SUMS = 2
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.
@@ -93,8 +100,11 @@ class Lanes:
                 self._add(Stream.INNER_GRADIENT, role, rear, front)
                 self._add(Stream.CHANGES, role, owner, shadow)
                 self._add(Stream.PART, role, shadow, owner)
+                self._add(Stream.SUMS, role, shadow, owner, NEWEST_SUMS)
                 # It loads micro-batches, if its part is at an end of the pipeline.
                 helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
+            if shadow is not None:
+                self._add(Stream.SUMS, role, owner, shadow, NEWEST_SUMS)
             builders = [builder for rank, builder in plan.learners if rank == layout.rank(role)]
             for holder in (*((shadow,) if shadow is not None else ()), *builders):
                 for stream in (Stream.REPLICA, Stream.STATE, Stream.TOLD):
@@ -130,11 +140,11 @@ class Lanes:
             for receiver in sorted(receivers):
                 self._add(stream, role, sender, receiver)
 
-    def _add(self, stream: Stream, role: Role, source: str, destination: str) -> None:
+    def _add(self, stream: Stream, role: Role, source: str, destination: str, newest: int | None = None) -> None:
         lanes = self._lanes.setdefault((stream, role), [])
         if (source, destination) not in [(lane.source, lane.destination) for lane in lanes]:
             name = f"{stream.name.lower()} {role} from {source} to {destination}"
-            lanes.append(Lane(self._count, source, destination, name))
+            lanes.append(Lane(self._count, source, destination, name, newest))
             self._count += 1
 
     def __iter__(self) -> Iterator[tuple[Stream, Role, Lane]]:

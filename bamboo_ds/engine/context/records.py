@@ -91,6 +91,7 @@ class Recovery:
         rebuilt: from the plan until everybody had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
         backwards_redone: the same of backward passes.
+        backwards_kept: backward passes of lost owners whose sums go on being used.
         consumed: by the newest committed step.
     """
 
@@ -100,6 +101,7 @@ class Recovery:
     rebuilt: float
     forwards_redone: int
     backwards_redone: int
+    backwards_kept: int
     consumed: Consumed | None
 
 

@@ -70,12 +70,29 @@ class Boundaries(InContext):
 
     def recv_grads(self, buffer_id: int) -> None:
         """Receive the gradients of a micro-batch's outputs."""
+        part = self.binding.current.share.part
+        if buffer_id in part.given:
+            self.ds.grad_layer = part.given.pop(buffer_id)
+            return
         lane = self.incoming("grad")
         if lane is None:
             _, rear = self.binding.current.share.parts
             self.ds.grad_layer = rear.gradients[buffer_id]
         else:
             self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
+
+    def keep_given(self) -> None:
+        """A loss has ended the epoch: keep the gradients of this member's parts that have arrived and are not used."""
+        for stream, role, lane in self.epoch.lanes:
+            ends = stream is Stream.GRADIENT
+            if lane.destination != self.epoch.member or not (ends or stream is Stream.INNER_GRADIENT):
+                continue
+            arrived, runtime = self.epoch.transport.take(lane), self.binding.runtimes.get(role)
+            if runtime is None:
+                continue
+            for part in runtime.share.parts:
+                if (part.end == runtime.blocks) == ends:
+                    part.given.update(arrived)
 
     def place(self, awaits: str, buffer_id: int) -> Hashable:
         """Names a receive of the current part."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ...comm.transport import Payload
-from ...schedule import RoleProgress, beginning, hosts
+from ...schedule import RoleProgress, beginning, beside, finished, hosts
 from ...topology import Role
 from ..context.lanes import Stream
 from ..context.shared import InContext
@@ -28,6 +28,7 @@ from ..stage.layers import copied, merged
 from ..stage.work import PartSums
 from .boundaries import Boundaries
 from .reduction import Reduction
+from .sums import PartialSums
 
 
 @dataclass(eq=False)
@@ -36,6 +37,7 @@ class Division(InContext):
 
     boundaries: Boundaries
     reduction: Reduction
+    sums: PartialSums
 
     def begin(self, progress: Mapping[Role, RoleProgress] | None) -> None:
         """An iteration begins, or goes on from ``progress``: find out which parts are computed here."""
@@ -59,12 +61,26 @@ class Division(InContext):
                 looks = runtime.owned and runtime.stage.cuts is None and len(parts) == 1 and not runtime.stage.whole
                 looks = looks and not runtime.layers.generators  # backward passes may draw from them
                 runtime.stage.search = CutSearch(runtime.stage) if looks else None
-            known = {part.begin: part for part, _ in mine}
-            stale = [part for part in runtime.share.parts if part.begun and known.get(part.begin) != part.progress()]
-            if stale and not progress[role].reduced:
+            ranges = [(part.begin, end) for part, end in mine]
+            reduced = progress[role].reduced
+            if not reduced and any(part.begun and (part.begin, part.end) not in ranges for part in runtime.share.parts):
                 runtime.begin_again()
-            runtime.share.divide([(part.begin, end) for part, end in mine])
+            runtime.share.divide(ranges)
+            for part, (to, _) in zip(runtime.share.parts, mine if not reduced else (), strict=False):
+                self.sums.move(runtime, part, to)
+        if self.progress.resumed:
+            self._use_given(progress)
         self.binding.reload()
+
+    def _use_given(self, progress: Mapping[Role, RoleProgress]) -> None:
+        """Of gradients that had arrived before a loss use those that the parts behind do not hold any more."""
+        plan, member = self.epoch.plan, self.epoch.member
+        done = finished(plan.world, self.ds.micro_batches, progress)
+        for rank, role in enumerate(plan.world.roles):
+            computed = [index for index, each in enumerate(self.boundaries.hosts[rank]) if each == member]
+            for index, part in zip(computed, self.binding.runtimes[role].share.parts if computed else (), strict=True):
+                behind = None if progress[role].reduced else beside(plan.world, done, rank, index, +1)
+                part.use_given(0 if behind is None else done[behind[0]][behind[1]].since)
 
     def note_cuts(self) -> bool:
         """An iteration is over: note where stages may be divided; whether that was found out of any."""

@@ -22,6 +22,7 @@ from .redundant import RedundantPasses
 from .replication import Replication
 from .slices import SlicedPasses
 from .steps import Steps
+from .sums import PartialSums
 
 
 class IterationParts:
@@ -53,10 +54,13 @@ class IterationParts:
         self.reduction = Reduction(context, tied_stages)
         self.checks = ExactChecks(context, self.reduction, builder)
         self.slices, generators = SlicedPasses(context), RoleGenerators(context)
-        self.passes = Passes(context, supply, self.slices, generators, self.checks, measures)
+        self.sums = PartialSums(context)
+        self.passes = Passes(context, supply, self.slices, generators, self.checks, measures, self.sums)
         self.boundaries = Boundaries(context, measures.idle)
-        self.division = Division(context, self.boundaries, self.reduction)
-        self.redundant = RedundantPasses(context, supply, self.passes, self.boundaries, self.checks, measures)
+        self.division = Division(context, self.boundaries, self.reduction, self.sums)
+        self.redundant = RedundantPasses(
+            context, supply, self.passes, self.boundaries, self.checks, measures, self.sums
+        )
         self.commits = Commits(context, supply, saves, self.checks, self.constructions)
         self.steps = Steps(context, generators)
         self.replication = Replication(context, self.boundaries, self.steps, self.constructions)

@@ -25,6 +25,7 @@ from .generators import RoleGenerators
 from .measures import Measures
 from .recomputing import begin_forward
 from .slices import SlicedPasses
+from .sums import PartialSums
 
 #: Number of a stage that is neither a pipeline's first nor its last one.
 _INNER = -1
@@ -39,6 +40,7 @@ class Passes(InContext):
     generators: RoleGenerators
     checks: ExactChecks
     measures: Measures
+    sums: PartialSums
     #: What is loaded.
     _batch: Any = field(default=None, init=False)
 
@@ -119,6 +121,7 @@ class Passes(InContext):
         else:
             part.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
         part.forwards += 1
+        self.sums.mark()
         self.measures.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
 
     def backward(self, buffer_id: int) -> None:
@@ -160,9 +163,10 @@ class Passes(InContext):
     def _note_layers(self, runtime: StageRuntime) -> None:
         """The first pass of an iteration begins: keep what later passes change of what the layers keep.
 
-        Those of slices, of replicas and of parts may be done again from the first one on.
+        Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on.
         """
         again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
+        again = again or runtime.role in self.progress.taken_over
         if again and runtime.share.first_layers is None:
             runtime.share.first_layers = runtime.layers.undo()
 

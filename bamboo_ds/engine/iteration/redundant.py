@@ -21,6 +21,7 @@ from .exactness import ExactChecks
 from .measures import Measures
 from .passes import Passes
 from .recomputing import counting_saved_bytes, default_budget, release_cache
+from .sums import PartialSums
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -34,6 +35,7 @@ class RedundantPasses(InContext):
     boundaries: Boundaries
     checks: ExactChecks
     measures: Measures
+    sums: PartialSums
     #: Bytes that redundant forwards may keep; ``None``: any number.
     _budget: float | None = field(default=None, init=False)
     _exhausted: bool = field(default=False, init=False)
@@ -88,10 +90,14 @@ class RedundantPasses(InContext):
                 continue
             if not (self.epoch.shadows(role) and assists(plan, role)):
                 continue
+            if not self.checks.on:  # which is to compare all passes
+                self.sums.follow(replica)
             done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
             if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
+                if lane is not None:
+                    transport.discard(lane, m)  # of what sums have made needless
                 if last or (lane is not None and transport.ready(lane)):
                     return replica, "backward"
             m = done.forwards

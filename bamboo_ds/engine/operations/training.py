@@ -110,6 +110,7 @@ class Training(InContext):
         for runtime in self.binding.runtimes.values():
             self.binding.use(runtime)
             self.ds.reserve_pipe_buffers(micro_batches)
+        self.iteration.sums.begin()
         self.iteration.division.begin(progress)
         self.supply.draw_ahead(micro_batches)
         program = member_program(
@@ -118,6 +119,7 @@ class Training(InContext):
             micro_batches,
             progress,
             self.settings.redundancy.placement if self.mode.eager_forward else "none",
+            self.iteration.sums.every,
         )
         self._execute(program, until_commit=True)
 
@@ -144,6 +146,7 @@ class Training(InContext):
                 runtime.trained = None
         end_iteration()
         self.iteration.redundant.end_iteration()
+        self.iteration.sums.end_iteration(time.monotonic() - self._begin)
         self.supply.note_ends("train", agreed.alike)
         self.history.add_iteration(agreed.losses, self.iteration.steps.skipped(), agreed.alike)
         progress.steps += 1

@@ -65,7 +65,7 @@ class Announcements(InContext):
         self.binding.refresh()
         for replica in self.binding.replicas():
             lane = self.epoch.lanes.to(Stream.TOLD, replica.role, self.epoch.member)
-            for told in self.epoch.transport.take(lane) if lane else ():
+            for _, told in self.epoch.transport.take(lane) if lane else ():
                 assert isinstance(told, torch.Tensor)
                 step, changed, sequence, assigned, *trained = told.tolist()
                 self.progress.told_assigned[replica.role] = sequence, assigned

@@ -22,7 +22,17 @@ from ..script.changes import count_of, unchanged
 from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
-from .reports import JobFacts, MemberReport, PartReport, Reports, RoleReport, ScriptReport, decision_of, newest_of
+from .reports import (
+    JobFacts,
+    MemberReport,
+    PartReport,
+    Reports,
+    RoleReport,
+    ScriptReport,
+    SumsReport,
+    decision_of,
+    newest_of,
+)
 from .roles import RoleTransfer
 
 logger = logging.getLogger("bamboo_ds")
@@ -73,6 +83,9 @@ class RecoveryProtocol(InContext):
             self.iteration.boundaries.forget()
             self.roles.doubt_passes()
             self.announcements.listen()
+            if self.epoch.begun:  # lanes that are closed tell nothing any more
+                self.iteration.boundaries.keep_given()
+                self.iteration.sums.collect()
             self.enter(plan)
             logger.info("entered epoch %d", plan.epoch)
             self.roles.follow(plan)
@@ -142,7 +155,6 @@ class RecoveryProtocol(InContext):
         elif decision.mode == "resume":
             self.roles.drop_reductions(decision.progress)
             self.copies.drop_incoming()
-            self.roles.begin_again(decision.progress)
         self.supply.connect({m: {} if m in decision.behind else report.received for m, report in reports.items()})
         # A member that is behind in an iteration steps first and takes part then.
         steps = max(report.steps for report in reports.values())
@@ -156,7 +168,7 @@ class RecoveryProtocol(InContext):
         roles = [
             RoleReport(
                 role=(runtime.role.pipeline, runtime.role.stage),
-                parts=_told(runtime) if runtime.share.begun and not runtime.share.partial_pass else (),
+                parts=_told(runtime) if runtime.share.begun or runtime.share.partial_pass else (),
                 reduced=self.iteration.commits.is_complete(runtime),
                 state_only=runtime.role in self.progress.taken_over,
                 changes=replace(runtime.layers.changes),
@@ -176,6 +188,10 @@ class RecoveryProtocol(InContext):
             stale=any(runtime.stale for runtime in self.binding.runtimes.values()),
             replicas=self.copies.replicas(),
             copying={layout.rank(role): each.source for role, each in self.copies.constructions.items()},
+            sums=tuple(
+                SumsReport(rank=layout.rank(role), begin=begin, end=end, counts=counts)
+                for role, begin, end, counts in self.iteration.sums.held()
+            ),
             joining=self.progress.joining,
             history=len(self.history),
             steps=self.progress.steps,
@@ -192,6 +208,14 @@ class RecoveryProtocol(InContext):
 def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:
     """The parts of a stage that are computed here."""
     return tuple(
-        PartReport(begin=part.begin, end=part.end, forwards=part.forwards, backwards=part.backwards)
+        PartReport(
+            begin=part.begin,
+            end=part.end,
+            forwards=part.forwards,
+            backwards=part.backwards,
+            since=part.since,
+            given=part.gradients_held,
+            broken=runtime.share.partial_pass,
+        )
         for part in runtime.share.parts
     )

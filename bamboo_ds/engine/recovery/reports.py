@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
-from ...topology import Plan, Role, Side
+from ...schedule import Decision, Held, MemberProgress, PartProgress, RoleProgress, decide, settle
+from ...topology import Plan, Role, Side, part_hosts
 from ..stage.layers import Changes
 
 
@@ -49,16 +49,37 @@ class StartReport(JobFacts):
 
 
 class PartReport(_Report):
-    """Passes of some blocks of a stage that are finished."""
+    """Passes of some blocks of a stage that are finished; see :class:`~bamboo_ds.schedule.PartProgress`.
+
+    Attributes:
+        given, broken: see :class:`~bamboo_ds.schedule.Held`.
+    """
 
     begin: int
     end: int
-    forwards: int
-    backwards: int
+    forwards: int = 0
+    backwards: int = 0
+    since: int = 0
+    given: int = 0
+    broken: bool = False
+
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The first one, and the one behind the last."""
+        return self.begin, self.end
 
     def progress(self) -> PartProgress:
         """What of it decides how the operation goes on."""
-        return PartProgress(self.begin, self.forwards, self.backwards)
+        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
+
+
+class SumsReport(_Report):
+    """Sums of a part of a role that a member holds, after these numbers of micro-batches of the operation."""
+
+    rank: int
+    begin: int
+    end: int
+    counts: tuple[int, ...]
 
 
 class RoleReport(_Report):
@@ -104,6 +125,7 @@ class MemberReport(JobFacts):
         stale: it lacks what the shards of other members' steps have changed.
         replicas: ranks of the roles whose replica it holds.
         copying: of the roles whose replica it builds, by rank: the member that offers the snapshot, and its key.
+        sums: that it holds, of its own roles and of others'.
         joining: it has just come, and takes over from the others where the job stands.
         history: operations of the script that it knows the results of.
         steps: iterations committed.
@@ -124,6 +146,7 @@ class MemberReport(JobFacts):
     stale: bool
     replicas: tuple[int, ...]
     copying: dict[int, tuple[str, str]]
+    sums: tuple[SumsReport, ...]
     joining: bool
     history: int
     steps: int
@@ -177,14 +200,14 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
     role, now = Role(*mine.role), step == newest
     side: Side | None = None
     lent, blocks = plan.lending(role), plan.world.blocks_of(role.stage)
-    own = {(part.begin, part.end): part.progress() for part in mine.parts} if now else {}
+    own = {part.blocks: part for part in mine.parts} if now else {}
     shadow, theirs = reports.get(plan.shadow(role) or ""), {}
     rank = plan.world.rank(role)
     if shadow is None or rank not in shadow.replicas:
         lent = None  # what the shadow holds has been found to differ
     if shadow is not None and shadow.step == newest:
         lent = None if rank in shadow.spent else lent
-        theirs = {(part.begin, part.end): part.progress() for place, part in shadow.helped if place == rank}
+        theirs = {part.blocks: part for place, part in shadow.helped if place == rank}
     ranges = [(0, blocks)] if lent is None else [(0, lent.cut), (lent.cut, blocks)]
     if lent is not None and own.keys() <= {ranges[lent.side == "front"]}:
         side = lent.side
@@ -193,15 +216,30 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
         theirs = {}
         ranges = list(pairwise(sorted({0, blocks, *(bound for part in own for bound in part)})))
     known = {**theirs, **own}
-    front, *rear = [known.get(each) or PartProgress(each[0]) for each in ranges]
+    parts = [known.get(each) or PartReport(begin=each[0], end=each[1]) for each in ranges]
+    owner = plan.owner(role)
+    computing = (owner,) * len(parts) if side is None else part_hosts(owner, plan.shadow(role), side)
+    held = [_held(part, reports.get(each), rank, newest) for part, each in zip(parts, computing, strict=True)]
+    front, *rear = [part.progress() for part in parts]
     return RoleProgress(
         forwards=front.forwards,
         backwards=front.backwards,
+        since=front.since,
+        held=tuple(held),
         reduced=mine.reduced and now,
         state_only=now and (mine.state_only or (mine.reduced and not known.keys() >= set(ranges))),
         rear=rear[0] if rear else None,
         lent=side,
     )
+
+
+def _held(part: PartReport, member: MemberReport | None, rank: int, step: int) -> Held:
+    """What ``member``, which computes ``part`` of the role of ``rank`` in operation ``step``, holds of it besides."""
+    counts: tuple[int, ...] = ()
+    for each in member.sums if member is not None and member.step == step else ():
+        if (each.rank, each.begin, each.end) == (rank, part.begin, part.end):
+            counts = each.counts
+    return Held(part.given, counts, part.broken)
 
 
 def all_at_boundary(reports: Reports, step: int) -> bool:

@@ -100,23 +100,16 @@ class RoleTransfer(InContext):
             if not progress[role].reduced:
                 runtime.results.drop_reduction()
 
-    def begin_again(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """Forget the passes of this member's roles that ``progress`` does not know of: their slices do them again."""
-        self.binding.refresh()
-        for runtime in self.binding.owned():
-            known = progress[runtime.role]
-            same = all(part.progress() in known.parts for part in runtime.share.parts if part.begun)
-            if not (known.reduced or (same and not runtime.share.partial_pass)):
-                logger.info("role %s begins the iteration again with its other slices", runtime.role)
-                runtime.begin_again()
-        self.binding.reload()
+    def redone(self, plan: Plan, decision: Decision) -> tuple[int, int, int]:
+        """Passes of roles taken over that their lost owners may have done already and that are done again here.
 
-    def redone(self, plan: Plan, decision: Decision) -> tuple[int, int]:
-        """Passes of roles taken over that their lost owners may have done already and that are done again here."""
-        forwards = backwards = 0
+        Returns:
+            Forward passes, backward passes, and backward passes that are not done again, since their sums are here.
+        """
+        forwards = backwards = kept = 0
         self.progress.redone.clear()
         if decision.mode == "commit":
-            return 0, 0
+            return 0, 0, 0
         for role in plan.owned_by(self.epoch.member):
             own = decision.progress[role]
             if own.reduced or role not in self.progress.taken_over:
@@ -125,8 +118,9 @@ class RoleTransfer(InContext):
                 seen = self._seen(decision.progress, role, index, +1), self._seen(decision.progress, role, index, -1)
                 forwards += max(0, seen[0] - part.forwards)
                 backwards += max(0, seen[1] - part.backwards)
+                kept += part.since
                 self.progress.redone[role, part.begin] = seen
-        return forwards, backwards
+        return forwards, backwards, kept
 
     def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:
         """Of how many passes of a part the next part or stage (``step`` 1), or the one before, has used the results."""

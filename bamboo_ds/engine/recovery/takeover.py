@@ -198,6 +198,7 @@ class Takeover(InContext):
             redo_seconds=max(0.0, now - recovery.noticed - pause),
             forwards_redone=recovery.forwards_redone,
             backwards_redone=recovery.backwards_redone,
+            backwards_kept=recovery.backwards_kept,
             mode=recovery.decision.mode,
             consumed=recovery.consumed.model_dump() if recovery.consumed is not None else None,
         )

@@ -128,6 +128,15 @@ class StageOptimizer(ABC):
         """Whether the sums have anything of ``parameter``; where that makes no difference: yes."""
         return True
 
+    def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        """Copies of the sums of gradients of ``parameters`` so far; ``None``: nothing has been added."""
+        return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
+
+    def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
+        """Go on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = total
+
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
         places = self._places()

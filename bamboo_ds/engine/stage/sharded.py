@@ -77,6 +77,29 @@ class Bf16Optimizer(ShardedOptimizer):
         number, place = self._place(parameter)
         return bool(self.wrapper.fp32_groups_has_gradients[number][place])
 
+    def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        known = {id(p) for group in self.groups() for p in group}
+        found: list[torch.Tensor | None] = []
+        for parameter in parameters:
+            used = id(parameter) in known and self.used(parameter)
+            found.append(self._sum_of(parameter).detach().clone() if used else None)
+        return found
+
+    def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
+        known = {id(p) for group in self.groups() for p in group}
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = None
+            if id(parameter) in known:
+                number, place = self._place(parameter)
+                self.wrapper.fp32_groups_has_gradients[number][place] = total is not None
+                mine = self._sum_of(parameter)
+                mine.zero_() if total is None else mine.copy_(total)
+
+    def _sum_of(self, parameter: torch.nn.Parameter) -> torch.Tensor:
+        number, place = self._place(parameter)
+        mine: torch.Tensor = self.wrapper.fp32_groups_gradients[number][place]
+        return mine
+
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         found = [flat.clone() for flat in sums]
         flags = self.wrapper.fp32_groups_has_gradients
@@ -166,6 +189,15 @@ class ZeroOptimizer(ShardedOptimizer):
                 gradient = torch.zeros_like(parameter, dtype=self.wrapper.gradient_accumulation_dtype)
             found.append(gradient.detach())
         return found
+
+    def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
+        found = [self.wrapper.get_gradient_for_reduction(parameter) for parameter in parameters]
+        return [None if total is None else total.detach().clone() for total in found]
+
+    def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
+        for parameter, total in zip(parameters, sums, strict=True):
+            parameter.grad = None
+            setattr(parameter, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", total)
 
     def _places(self) -> dict[int, int]:
         return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}

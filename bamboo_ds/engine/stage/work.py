@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ...comm.transport import Payload
+from ...errors import ProtocolError
 from ...schedule import PartProgress
 from ...state import Tree
 from .commit import Measured
@@ -33,6 +34,9 @@ class Part:
         micro_losses: loss of each micro-batch between its forward and its backward (last stage).
         saved: bytes that autograd has saved for redundant forwards of this iteration, by micro-batch, until their
             backwards.
+        since: see :class:`~bamboo_ds.schedule.PartProgress`.
+        given: gradients of its outputs that had arrived before a loss and are not used yet, by micro-batch.
+        marks: what the layers keep and the losses are after so many forward passes, for the sums that go with them.
     """
 
     begin: int
@@ -44,6 +48,9 @@ class Part:
     gradients: dict[int, Payload] = field(default_factory=dict, init=False)
     micro_losses: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     saved: dict[int, int] = field(default_factory=dict, init=False)
+    since: int = field(default=0, init=False)
+    given: dict[int, Payload] = field(default_factory=dict, init=False)
+    marks: dict[int, Tree] = field(default_factory=dict, init=False)
 
     @property
     def begun(self) -> bool:
@@ -52,7 +59,45 @@ class Part:
 
     def progress(self) -> PartProgress:
         """The passes that are finished."""
-        return PartProgress(self.begin, self.forwards, self.backwards)
+        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
+
+    @property
+    def gradients_held(self) -> int:
+        """Of how many micro-batches, without a gap, the gradients of the outputs are used or here."""
+        count = self.backwards
+        while count in self.given:
+            count += 1
+        return count
+
+    def use_given(self, until: int) -> None:
+        """Use what is here of gradients up to micro-batch ``until``; what comes from there on is sent again.
+
+        Raises:
+            ProtocolError: one is missing.
+        """
+        self.given = {m: gradient for m, gradient in self.given.items() if self.backwards <= m < until}
+        missing = [m for m in range(self.backwards, until) if m not in self.given]
+        if missing:
+            raise ProtocolError(f"gradients of micro-batches {missing} are gone, and no part holds them any more")
+
+    def forget(self, to: PartProgress) -> None:
+        """Drop what is of passes that do not count at ``to``, or are over."""
+        flying = range(to.backwards, to.forwards)
+        for values in self.buffers.values():
+            for m in range(len(values)):
+                if m not in flying:
+                    values[m] = None
+        stores: list[tuple[dict[int, Any], range]] = [
+            (self.activations, range(to.since, to.forwards)),
+            (self.gradients, range(to.since, to.backwards)),
+            (self.micro_losses, flying),
+            (self.saved, flying),
+            (self.marks, range(to.backwards + 1, to.forwards + 1)),
+        ]
+        for store, kept in stores:
+            for m in [m for m in store if m not in kept]:
+                del store[m]
+        self.forwards, self.backwards, self.since = to.forwards, to.backwards, to.since
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,223 @@
+"""Partial sums: from where in an iteration a role goes on that is taken over (``redundancy.sync_every``).
+
+An owner sends the sums of its gradients every few micro-batches to its shadow, which keeps the newest two::
+
+    owner     F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 ...
+                     |        \\ sums of 2     \\ sums of 4
+    shadow           mark of 2
+
+Sums are left folds in the order of micro-batches, so that the heir goes on from micro-batch k with the bits that its
+lost owner had. Forward passes run ahead of backward passes: what the layers keep, and the loss, are those after k
+forward passes, and *marked* then. From which sums an heir can go on is found by :func:`~bamboo_ds.schedule.settle`.
+
+Of a divided role both members send the sums of their parts to each other. With tensor slices each keeps its own as
+well: where one slice is lost, the others have to go back with it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...errors import ProtocolError
+from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable
+from ...state import Tree
+from ...topology import Role
+from ..context.lanes import NEWEST_SUMS, Stream
+from ..context.shared import InContext
+from ..data.batches import as_message, from_message
+from ..stage.layers import copied, merged
+from ..stage.runtime import StageRuntime
+from ..stage.work import Part
+
+#: Bytes per second of a network that has not been measured.
+_ASSUMED_RATE = 1e8
+
+#: A role, and the first block of a part of it, and the one behind the last.
+_Place = tuple[Role, int, int]
+
+
+@dataclass(frozen=True)
+class Sums:
+    """What the computation of a part goes on from.
+
+    Attributes:
+        count: micro-batches whose gradients are in the sums.
+        gradients: of its trainable parameters, in order; ``None``: nothing has been added.
+        layers: what the layers keep after so many forward passes.
+        losses: sums of losses after these, if the part ends a pipeline.
+        consumed: checksums of micro-batches, by number.
+    """
+
+    count: int
+    gradients: list[torch.Tensor | None]
+    layers: Tree
+    losses: dict[str, Any]
+    consumed: dict[int, int]
+
+
+@dataclass(eq=False)
+class PartialSums(InContext):
+    """Sends sums, keeps those of others, and goes on from them. Its methods belong to the main thread.
+
+    Attributes:
+        every: this member sends sums after so many micro-batches of the operation under way; 0: never.
+    """
+
+    every: int = field(default=0, init=False)
+    _held: dict[_Place, dict[int, Sums]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    _micro_batch_s: float | None = field(default=None, init=False)
+
+    # -- when -------------------------------------------------------------------------------------------------
+
+    def begin(self) -> None:
+        """An iteration begins, or goes on."""
+        setting = self.settings.redundancy.sync_every
+        if not self.mode.replicas:
+            self.every = 0
+        else:
+            self.every = self._affordable() if setting == "auto" else setting
+
+    def _affordable(self) -> int:
+        if self._micro_batch_s is None:
+            return 0
+        seconds = 0.0
+        for runtime in self.binding.owned():
+            shadow = self.epoch.plan.shadow(runtime.role)
+            size = sum(parameter.nbytes for parameter in runtime.trainable())
+            rate = None if shadow is None else self.epoch.transport.rate(shadow)
+            seconds += size / (rate or _ASSUMED_RATE)
+        share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
+        return affordable(seconds, self.ds.micro_batches, self._micro_batch_s, share)
+
+    def end_iteration(self, seconds: float) -> None:
+        """An iteration is over, after ``seconds``: what is held of it is void."""
+        self._micro_batch_s = seconds / self.ds.micro_batches
+        self._held.clear()
+        for stream, _, lane in self.epoch.lanes:
+            if stream is Stream.SUMS and lane.destination == self.epoch.member:
+                self.epoch.transport.discard(lane, self.progress.sequence + 1)
+
+    # -- sending ----------------------------------------------------------------------------------------------
+
+    def mark(self) -> None:
+        """A forward pass of the bound role has ended: note what the sums of as many micro-batches go with."""
+        runtime = self.binding.current
+        part = runtime.share.part
+        computed = runtime.owned or runtime.share.helps
+        if not (self.every and computed) or part.forwards % self.every or part.forwards == self.ds.micro_batches:
+            return
+        _, last = runtime.at_ends(part, self.layout.stages)
+        losses = {"total": self.ds.total_loss, "more": dict(self.ds.total_additional_losses or {})} if last else {}
+        part.marks[part.forwards] = copied({"layers": runtime.layers.capture(whole=True), "losses": losses})
+
+    def send(self, buffer_id: int) -> None:
+        """Send the sums of the bound role's part, after the backward pass of micro-batch ``buffer_id``."""
+        runtime, count = self.binding.current, buffer_id + 1
+        part = runtime.share.part
+        mark = part.marks.pop(count, None)
+        if mark is None:  # it has gone on from other sums meanwhile
+            return
+        self.epoch.session.confirm("sending sums of gradients")  # also passes that run behind the host must be whole
+        gradients = runtime.optimizer.accumulated(self._parameters(runtime, part))
+        consumed = {m: checksum for m, checksum in runtime.results.consumed.items() if m < count}
+        sums = Sums(count, gradients, mark["layers"], mark["losses"], consumed)
+        if self.layout.slices > 1:
+            self._hold((runtime.role, part.begin, part.end), sums)
+        message = as_message({"begin": part.begin, "end": part.end, **vars(sums)})
+        for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
+            if lane.source == self.epoch.member:
+                self.epoch.transport.send(lane, self.progress.sequence, message)
+
+    # -- keeping ----------------------------------------------------------------------------------------------
+
+    def collect(self) -> None:
+        """Take what has arrived of the operation under way; also after the epoch has ended, before the next one."""
+        for stream, role, lane in self.epoch.lanes:
+            if stream is not Stream.SUMS or lane.destination != self.epoch.member:
+                continue
+            for sequence, payload in self.epoch.transport.take(lane):
+                if sequence == self.progress.sequence:
+                    told = from_message(payload)
+                    place = role, told.pop("begin"), told.pop("end")
+                    self._hold(place, Sums(**told))
+
+    def _hold(self, place: _Place, sums: Sums) -> None:
+        held = self._held[place]
+        held[sums.count] = sums
+        for count in sorted(held)[:-NEWEST_SUMS]:
+            del held[count]
+
+    def held(self) -> list[tuple[Role, int, int, tuple[int, ...]]]:
+        """Of each part whose sums are here: role, first block, the one behind its last, numbers of micro-batches."""
+        return [(*place, tuple(sorted(sums))) for place, sums in self._held.items() if sums]
+
+    def counts(self, role: Role, part: Part) -> tuple[int, ...]:
+        """Numbers of micro-batches of a part whose sums are here."""
+        return tuple(sorted(self._held.get((role, part.begin, part.end), ())))
+
+    # -- going on ---------------------------------------------------------------------------------------------
+
+    def move(self, runtime: StageRuntime, part: Part, to: PartProgress) -> None:
+        """Make ``part`` of ``runtime`` as it was, or would be, at ``to``. Attributes of what is bound are up to date.
+
+        Raises:
+            ProtocolError: there are no sums for that.
+        """
+        if to == part.progress() and not runtime.share.partial_pass:
+            return
+        share, parameters = runtime.share, self._parameters(runtime, part)
+        if to.backwards:
+            sums = self._held[runtime.role, part.begin, part.end].pop(to.backwards, None)
+            if sums is None:
+                raise ProtocolError(f"role {runtime.role} is to go on from {to}, and no sums of these are here")
+        elif to.forwards:
+            raise ProtocolError(f"role {runtime.role} is to go on from {to}, and has done {part.progress()}")
+        else:
+            assert share.first_layers is not None or not share.begun
+            first = share.first_layers or {}
+            sums = Sums(0, [None] * len(parameters), first, {"total": None, "more": None}, {})
+        if share.first_layers is None:
+            share.first_layers = runtime.layers.undo()
+        if to.forwards == to.backwards:
+            self._put_back(runtime, part, sums)
+        runtime.optimizer.accumulate_on(parameters, sums.gradients)
+        runtime.optimizer.abandon_pass()
+        runtime.results.consumed.update(sums.consumed)
+        part.forget(to)
+        share.partial_pass = False
+
+    def _put_back(self, runtime: StageRuntime, part: Part, sums: Sums) -> None:
+        """No forward pass beyond ``sums`` counts: layers keep, and losses are, what they were after those."""
+        if sums.layers:
+            layers, whole = sums.layers, (part.begin, part.end) == (0, runtime.blocks)
+            if not whole:
+                names = runtime.stage.names(part.begin, part.end)
+                layers = merged(runtime.layers.capture(whole=True), layers, names)
+            runtime.layers.restore(layers)
+        if runtime.at_ends(part, self.layout.stages)[1]:
+            losses = {"total_loss": sums.losses["total"], "total_additional_losses": sums.losses["more"]}
+            runtime.attributes.update(losses)
+
+    def follow(self, replica: StageRuntime) -> None:
+        """Have a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
+        lanes = self.epoch.lanes.of(Stream.SUMS, replica.role)
+        if not any(self.epoch.transport.ready(lane) for lane in lanes if lane.destination == self.epoch.member):
+            return
+        self.collect()
+        part, counts = replica.share.part, self.counts(replica.role, replica.share.part)
+        count = counts[-1] if counts else 0
+        if count > part.backwards:
+            forwards = max(part.forwards, count) if part.since <= count else count
+            self.binding.refresh()
+            self.move(replica, part, PartProgress(part.begin, forwards, count, count))
+            self.binding.reload()
+
+    def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
+        """The trainable ones of a part, in an order that all copies of the stage have."""
+        if (part.begin, part.end) == (0, runtime.blocks):
+            return runtime.trainable()
+        return [p for p in runtime.stage.parameters(part.begin, part.end) if p.requires_grad]

@@ -1,0 +1,30 @@
+"""How often sums are sent in the middle of an iteration, where ``redundancy.sync_every`` is ``auto``."""
+
+from __future__ import annotations
+
+#: Share of the time of the micro-batches between two of them that sending sums may take, where passes run elsewhere.
+NETWORK_SHARE = 0.3
+#: The same on processors, which it takes from the passes.
+PROCESSOR_SHARE = 0.03
+#: Seconds that it takes however little is sent.
+_FIXED_S = 0.005
+
+
+def affordable(seconds: float, micro_batches: int, micro_batch_s: float, share: float) -> int:
+    """The fewest micro-batches after which sums can be sent.
+
+    A power of two, so that slices of a stage, which measure for themselves, have sums of some same micro-batches.
+
+    Args:
+        seconds: that the sums of all of a member's roles take on the network.
+        micro_batches: of an iteration.
+        micro_batch_s: seconds of one.
+        share: :data:`NETWORK_SHARE` or :data:`PROCESSOR_SHARE`.
+
+    Returns:
+        The number; 0: none that is less than ``micro_batches``.
+    """
+    every = 1
+    while every < micro_batches and seconds + _FIXED_S > every * share * micro_batch_s:
+        every *= 2
+    return every if every < micro_batches else 0

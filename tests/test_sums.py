@@ -1,0 +1,150 @@
+"""Sums in the middle of iterations: jobs whose losses go on from them compute what undisturbed ones compute.
+
+Which sums those are: :mod:`tests.test_resume`; losses at every cut: :mod:`tests.test_takeover_cuts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.config import parse_block
+from bamboo_ds.engine.stage.work import Part
+from bamboo_ds.errors import ConfigError, ProtocolError
+from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable
+
+from .support import sliced_jobs
+from .support.gpt_jobs import TRAIN_GPT
+from .support.jobs import TRAIN, Result
+from .support.precisions import BF16, BF16_ZERO, BF16_ZERO_BF16, FP16, FP16_ZERO, FP32_ZERO
+from .support.surviving import Reference, fault, survive
+
+pytestmark = pytest.mark.claim("README.md", "guides/exactness.md", "reference/guarantees.md", "reference/settings.md")
+
+CHECKPOINTS = ("--checkpoint-activations", "1", "--layers", "8", "--dropout", "0.2")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A job; ``kept``: backward passes that its losses do not redo, at least."""
+
+    faults: list[dict[str, Any]]
+    kept: int
+    mode: str = "lazy-frc-lazy-brc"
+    every: int = 1
+    stages: int = 4
+    pipelines: int = 1
+    options: tuple[str, ...] = ()
+    own: bool = False
+    script: Path = TRAIN
+    config: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def block(self) -> dict[str, Any]:
+        """The ``"bamboo"`` block."""
+        return {"redundancy": {"mode": self.mode, "sync_every": self.every, "verify_every": 1}}
+
+
+def late(rank: int, step: int, micro_batch: int = 4) -> dict[str, Any]:
+    return fault(rank, step, "BackwardPass", micro_batch)
+
+
+def of(precision: dict[str, Any], *faults: dict[str, Any], pipelines: int = 2, stages: int = 2) -> Case:
+    return Case(list(faults), 3, stages=stages, pipelines=pipelines, config=precision)
+
+
+#: A worker is killed before its backward pass of micro-batch 4 of 0 .. 5, and has sent the sums of 4 then.
+JOBS = {
+    "lazy": Case([late(3, 1), late(1, 3, 3)], 6),
+    "eager": Case([late(0, 1), late(2, 3, 5)], 7, "eager-frc-lazy-brc"),
+    "eager-every-2": Case([late(2, 1, 5), fault(0, 3, "ForwardPass", 5)], 4, "eager-frc-lazy-brc", 2),
+    "eager-brc": Case([late(2, 1), late(0, 3)], 7, "eager-frc-eager-brc"),
+    "two-in-one-iteration": Case([late(3, 2), late(1, 2)], 4),
+    "two-pipelines": Case([late(1, 1), late(2, 3)], 6, stages=2, pipelines=2),
+    "tied": Case([late(3, 1), late(1, 3)], 6, script=TRAIN_GPT),
+    "checkpoints": Case([late(3, 1), late(1, 3)], 6, options=CHECKPOINTS, own=True, script=TRAIN_GPT),
+    "buffers-and-numbers": Case([late(3, 1), late(1, 3)], 6, options=("--norm", "--count-passes")),
+    "frozen": Case([late(1, 3), late(3, 4)], 6, options=("--freeze-at", "3")),
+    "fp16": of(FP16, late(2, 3), pipelines=1, stages=3),
+    "bf16": of(BF16, late(0, 2), pipelines=1, stages=3),
+    "bf16-zero": of(BF16_ZERO, late(1, 2), pipelines=1, stages=3),
+    "bf16-zero-data": of(BF16_ZERO, late(3, 2)),
+    "bf16-zero-bf16-data": of(BF16_ZERO_BF16, late(0, 2)),
+    "fp16-zero-data": of(FP16_ZERO, late(2, 3)),
+    "fp32-zero-data": of(FP32_ZERO, late(1, 2)),
+}
+ALWAYS = ("lazy", "eager-brc", "two-in-one-iteration", "buffers-and-numbers", "bf16-zero-data", "fp16-zero-data")
+
+
+def check_kept(result: Result, at_least: int) -> None:
+    """The sums of lost workers were gone on from."""
+    kept = [event["backwards_kept"] for event in result.events("recovered")]
+    assert sum(kept) >= at_least, kept
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "job", [job if job in ALWAYS else pytest.param(job, marks=pytest.mark.exhaustive) for job in JOBS]
+)
+def test_jobs(tmp_path: Path, reference: Reference, job: str) -> None:
+    case = JOBS[job]
+    result = survive(
+        tmp_path,
+        reference,
+        case.faults,
+        case.stages,
+        case.pipelines,
+        case.options,
+        case.own,
+        bamboo=case.block,
+        script=case.script,
+        **case.config,
+    )
+    check_kept(result, case.kept)
+
+
+@pytest.mark.integration
+def test_slices_go_back_to_the_same_sums(tmp_path: Path, reference: Reference) -> None:
+    """One slice is lost before a backward pass, then one within another: the others have begun those."""
+    faults = [fault(3, 1, "BackwardPass", 3), fault(0, 3, "~backward", 3)]
+    bamboo = Case([], 0).block
+    result = sliced_jobs.survive(tmp_path, reference, faults, bamboo=bamboo)
+    check_kept(result, 4)
+
+
+def test_how_often_sums_are_sent() -> None:
+    """As long as sending takes, by powers of two; never where no number of micro-batches is enough."""
+    every = [affordable(seconds, 16, 1.0, NETWORK_SHARE) for seconds in (0.0, 0.2, 0.5, 1.0, 2.0, 4.0, 5.0)]
+    assert every == [1, 1, 2, 4, 8, 0, 0]
+    assert affordable(0.0, 16, 0.001, NETWORK_SHARE) == 0, "what is sent at all takes some milliseconds"
+
+
+@pytest.mark.parametrize("value", [-1, 1.5, "often"])
+def test_what_is_no_number_of_micro_batches(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r'"bamboo.redundancy.sync_every" is'):
+        parse_block({"redundancy": {"sync_every": value}})
+
+
+def test_a_part_goes_to_another_place() -> None:
+    part = Part(0, 1, {"inputs": list(range(6))})
+    part.forwards, part.backwards = 5, 1
+    for m in range(5):
+        part.activations[m] = part.gradients[m] = torch.tensor(float(m))
+        part.marks[m + 1] = {}
+    part.given = {1: torch.tensor(1.0), 2: torch.tensor(2.0), 4: torch.tensor(4.0)}
+    assert part.gradients_held == 3
+    part.forget(PartProgress(0, 5, 2, 2))
+    assert part.progress() == PartProgress(0, 5, 2, 2)
+    assert part.buffers["inputs"] == [None, None, 2, 3, 4, None]
+    assert list(part.activations) == [2, 3, 4] and not part.gradients and list(part.marks) == [3, 4, 5]
+    assert part.gradients_held == 3
+    part.use_given(3)
+    assert list(part.given) == [2]
+    with pytest.raises(ProtocolError, match=r"gradients of micro-batches \[3\] are gone"):
+        part.use_given(4)
+    part.forget(PartProgress())
+    assert part.buffers["inputs"] == [None] * 6 and not part.activations and not part.marks
