@@ -236,6 +236,15 @@ def bamboo_job(
         yield process
 
 
+def join(folder: Path, number: int, job: str, script: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+    """``bamboo join`` of ``script`` to ``job``; ``number`` names its log."""
+    command = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--job", job, str(script), *arguments]
+    with open(folder / f"log-join-{number}.txt", "wb") as log:
+        return subprocess.Popen(
+            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+        )
+
+
 def run_bamboo(
     folder: Path,
     workers: int,

@@ -12,7 +12,6 @@ import os
 import random
 import signal
 import subprocess
-import sys
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import median
@@ -26,8 +25,8 @@ from common import (
     Watcher,
     bamboo_job,
     console,
-    environment,
     fresh,
+    join,
     new_figure,
     save_figure,
     save_json,
@@ -266,13 +265,7 @@ class Run:
 
     def _join(self, name: str, script: Path, arguments: list[str], watcher: Watcher) -> None:
         before = len(_newest(watcher.job.events())["members"])
-        command = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--job", name, str(script), *arguments]
-        with open(self._folder / f"log-join-{len(self._joiners)}.txt", "wb") as log:
-            self._joiners.append(
-                subprocess.Popen(
-                    command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-                )
-            )
+        self._joiners.append(join(self._folder, len(self._joiners), name, script, arguments))
         watcher.wait("the joiner", lambda seen: len(_newest(seen)["members"]) > before)
 
     def _settle(self, watcher: Watcher, count: int) -> int:

@@ -161,9 +161,7 @@ def test_precision(
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(
-    "at", [".recovery.roles.follow", ".recovery.roles.begin_again", "ResendActivation", "~forward"]
-)
+@pytest.mark.parametrize("at", [".recovery.roles.follow", ".iteration.division.begin", "ResendActivation", "~forward"])
 def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:
     """A slice of the other stage follows while the survivors recover, or do their passes again."""
     survive(tmp_path, reference, [fault(3, 2, "~backward", 2), fault(0, 2, at, 3 if at.startswith("~") else None)])

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from bamboo_ds.config import parse_block
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable
@@ -21,6 +22,7 @@ from .support import sliced_jobs
 from .support.gpt_jobs import TRAIN_GPT
 from .support.jobs import TRAIN, Result
 from .support.precisions import BF16, BF16_ZERO, BF16_ZERO_BF16, FP16, FP16_ZERO, FP32_ZERO
+from .support.recorded import check_recorded
 from .support.surviving import Reference, fault, survive
 
 pytestmark = pytest.mark.claim("README.md", "guides/exactness.md", "reference/guarantees.md", "reference/settings.md")
@@ -105,6 +107,7 @@ def test_jobs(tmp_path: Path, reference: Reference, job: str) -> None:
         **case.config,
     )
     check_kept(result, case.kept)
+    check_recorded(tmp_path / "events.jsonl", 6, steps={fault["step"] + 1 for fault in case.faults})
 
 
 @pytest.mark.integration
@@ -148,3 +151,19 @@ def test_a_part_goes_to_another_place() -> None:
         part.use_given(4)
     part.forget(PartProgress())
     assert part.buffers["inputs"] == [None] * 6 and not part.activations and not part.marks
+
+
+def test_sums_are_laid_out_as_autograd_has_them() -> None:
+    """Norms add up in the order of memory."""
+    convolution = torch.nn.Conv2d(3, 4, 2, dtype=torch.float32).to(memory_format=torch.channels_last)
+    convolution(torch.randn(2, 3, 5, 5)).sum().backward()
+    optimizer = PlainOptimizer.__new__(PlainOptimizer)
+    parameters = list(convolution.parameters())
+    grads = [parameter.grad for parameter in parameters]
+    sums = optimizer.accumulated(parameters)
+    optimizer.accumulate_on(parameters, [total.contiguous() for total in sums if total is not None])
+    for parameter, before in zip(parameters, grads, strict=True):
+        assert before is not None and parameter.grad is not None and parameter.grad is not before
+        assert parameter.grad.stride() == before.stride() and torch.equal(parameter.grad, before)
+    optimizer.accumulate_on(parameters, [None, None])
+    assert optimizer.accumulated(parameters) == [None, None]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter, defaultdict
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -32,7 +33,7 @@ def check_recorded(path: Path, micro_batches: int, steps: set[int]) -> list[Time
     whole = {step: _of_step(timelines, step) for step in steps}
     for step, members in whole.items():
         assert members, f"iteration {step} is not recorded"
-        _check_passes(members, step, micro_batches)
+        _check_passes(members, step, micro_batches, [e for e in events if isinstance(e, Recovered) and e.step == step])
         _check_redone(events, timelines, members, step)
     return timelines
 
@@ -57,16 +58,32 @@ def _check_main_thread(timeline: Timeline) -> None:
             assert span.end <= iteration.end + _ROUNDING, f"{span} is not in its iteration"
 
 
-def _check_passes(members: dict[str, list[Span]], step: int, micro_batches: int) -> None:
-    """Who has computed a stage to the end of the iteration did each of its passes once, redundant ones included."""
+def _check_passes(
+    members: dict[str, list[Span]], step: int, micro_batches: int, recoveries: Sequence[Recovered]
+) -> None:
+    """Who has computed a stage to the end of the iteration did each of its passes once, redundant ones included.
+
+    But for those that the sums of a lost worker have made needless: the recoveries tell how many.
+    """
     done = [(member, span) for member, spans in members.items() for span in spans if not span.cut]
     finished = {(m, s.role, s.part) for m, s in done if s.kind is Kind.BACKWARD and s.micro_batch == micro_batches - 1}
-    expected = Counter(range(micro_batches))
+    spared = 0
     for member, role, part in finished:
         own = [s for m, s in done if (m, s.role, s.part) == (member, role, part)]
-        for kinds in (_FORWARDS, _BACKWARDS):
-            passes = Counter(s.micro_batch for s in own if s.kind in kinds)
-            assert passes == expected, f"{member} has done of {role} in iteration {step}: {passes} {kinds}"
+        forwards, backwards = (
+            Counter(s.micro_batch for s in own if s.kind in kinds) for kinds in (_FORWARDS, _BACKWARDS)
+        )
+        first = min(m for m in backwards if m is not None)
+        spared += first
+        expected = Counter(range(first, micro_batches))
+        told = f"{member} has done of {role} in iteration {step}: {forwards} forward, {backwards} backward"
+        assert backwards == expected, told
+        # Forward passes that were done before the sums came.
+        assert max(forwards.values()) == 1 and forwards.keys() >= expected.keys(), told
+        assert first or forwards == expected, told
+    kept = sum(each.backwards_kept for each in recoveries)
+    # Of several recoveries of an iteration the last one is told.
+    assert spared == kept or (spared > kept and len({each.epoch for each in recoveries}) > 1), (spared, kept)
 
 
 def _check_redone(events: list[Event], timelines: list[Timeline], members: dict[str, list[Span]], step: int) -> None:

@@ -81,6 +81,13 @@ def buckets(tensors: Tensors) -> Iterator[list[int]]:
             yield places
 
 
+def laid_out(total: torch.Tensor | None, parameter: torch.nn.Parameter) -> torch.Tensor | None:
+    """A sum as autograd has it: with the strides of the parameter, on which the order of a norm's additions depends."""
+    if total is None or total.stride() == parameter.stride():
+        return total
+    return torch.empty_like(parameter, dtype=total.dtype, requires_grad=False).copy_(total)
+
+
 class StageOptimizer(ABC):
     """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
 
@@ -135,7 +142,7 @@ class StageOptimizer(ABC):
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
         """Go on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
         for parameter, total in zip(parameters, sums, strict=True):
-            parameter.grad = total
+            parameter.grad = laid_out(total, parameter)
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
         """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""

@@ -15,7 +15,7 @@ from ...errors import ProtocolError
 from ...state import Tree
 from .answers import Recorder
 from .commit import Measured
-from .optimizers import HalfOptimizer, StageOptimizer, Tensors
+from .optimizers import HalfOptimizer, StageOptimizer, Tensors, laid_out
 from .ring import Shares, all_reduce
 
 
@@ -197,7 +197,8 @@ class ZeroOptimizer(ShardedOptimizer):
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None
-            setattr(parameter, "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad", total)
+            name = "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad"
+            setattr(parameter, name, laid_out(total, parameter))
 
     def _places(self) -> dict[int, int]:
         return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}
