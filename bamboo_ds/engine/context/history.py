@@ -183,6 +183,15 @@ class History:
         saves = [each for each in self._others.values() if each.kind == "save"]
         return list(dict.fromkeys(each.data["folder"] for each in reversed(saves)))
 
+    def place(self) -> str | None:
+        """The folder that the script saves into, as far as its calls tell.
+
+        That of its last save; before the first one that of its last load, if nothing was there or what this package
+        has written: else the folder is not the script's, but that of what it begins with.
+        """
+        loads = (each.data for each in reversed(self._others.values()) if each.kind == "load")
+        return next(iter(self.save_folders()), None) or next((e["folder"] for e in loads if e.get("ours")), None)
+
     def newest_save(self, folder: str) -> list[int]:
         """Numbers of the saves into ``folder``, the newest first."""
         others = self._others.items()

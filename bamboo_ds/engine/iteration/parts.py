@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ...topology import Role
+from ..checkpoints.own import OwnCheckpoints
 from ..checkpoints.saving import Saves
 from ..context.shared import EngineContext
 from ..data.supply import BatchSupply
@@ -57,6 +58,7 @@ class IterationParts:
         self.boundaries = Boundaries(context, measures.idle)
         self.division = Division(context, self.boundaries, self.reduction)
         self.redundant = RedundantPasses(context, supply, self.passes, self.boundaries, self.checks, measures)
-        self.commits = Commits(context, supply, saves, self.checks, self.constructions)
+        self.own = OwnCheckpoints(context, saves)
+        self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
         self.steps = Steps(context, generators)
         self.replication = Replication(context, self.boundaries, self.steps, self.constructions)
