@@ -88,13 +88,13 @@ def test_a_place_that_is_none_is_refused_by_its_name() -> None:
 def test_the_place_is_where_the_script_saves() -> None:
     history = History()
     history.add("load", {"folder": "/model", "tag": "base", "ours": False})
-    assert history.place() is None, "the script begins with what others have made there"
+    assert history.place is None, "the script begins with what others have made there"
     history.add("load", {"folder": "/run", "tag": None, "ours": True})
-    assert history.place() == "/run"
+    assert history.place == "/run"
     history.add("save", {"folder": "/first", "tag": "1", "save_id": "a"})
     history.add("save", {"folder": "/second", "tag": "1", "save_id": "b"})
     history.add("load", {"folder": "/first", "tag": "1", "ours": True})
-    assert history.place() == "/second"
+    assert history.place == "/second"
 
 
 # -- who says so ----------------------------------------------------------------------------------------------
@@ -223,14 +223,21 @@ def test_a_script_that_resumes_gets_its_own_checkpoint_first(tmp_path: Path, ref
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("precision", [{}, BF16_ZERO], ids=["fp32", "bf16-zero"])
+@pytest.mark.parametrize(
+    ("arguments", "precision"),
+    [
+        pytest.param((), {}, id="fp32"),
+        pytest.param((), BF16_ZERO, id="bf16-zero"),
+        pytest.param(("--slices", "2"), {}, id="slices", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_two_pipelines_and_a_place_of_their_own(
-    tmp_path: Path, reference: Reference, precision: dict[str, Any]
+    tmp_path: Path, reference: Reference, arguments: tuple[str, ...], precision: dict[str, Any]
 ) -> None:
-    """Two thirds of the workers are killed, and the script never saves."""
+    """Two thirds of the workers are killed, and the script never saves. Of slices there is one pipeline."""
     place = {"dir": str(tmp_path / "own")}
-    result = lose_a_stage(tmp_path, (0, 1, 2, 3), stages=3, pipelines=2, checkpoint=place, **precision)
-    assert_computed(result, reference(3, 2, 4, *result.length, own=True, **precision))
+    result = lose_a_stage(tmp_path, (0, 1, 2, 3), arguments, stages=3, pipelines=2, checkpoint=place, **precision)
+    assert_computed(result, reference(3, 2, 4, *arguments, *result.length, own=True, **precision))
     assert not (tmp_path / "checkpoints").exists() and len(list_own(tmp_path / "own")) <= 2
 
 

@@ -194,7 +194,7 @@ class Saves:
             origin=origin,
             generation=generation,
             rate=progress.rate(),
-            script_folder=self._history.place() if request.own else None,
+            script_folder=self._history.place if request.own else None,
         )
         save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest, own=request.own)
         save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, *more)
@@ -283,7 +283,7 @@ class Saves:
 
     def own_folder(self) -> Path | None:
         """Where the job's own checkpoints are; ``None``: it has no place for them yet."""
-        place = self._own_dir or self._history.place()
+        place = self._own_dir or self._history.place
         return None if place is None else own_folder(place, self._job.channel.job)
 
     def _find(self, plan: Plan) -> str | None:
