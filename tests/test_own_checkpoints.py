@@ -5,8 +5,11 @@ from __future__ import annotations
 import math
 import os
 import signal
+import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.cli.main import cli
 from bamboo_ds.config import CheckpointConfig, parse_block
+from bamboo_ds.engine.checkpoints.own import OwnCheckpoints
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.stage.commit import Contribution, Form, decode, encode
 from bamboo_ds.errors import ConfigError
@@ -106,6 +110,57 @@ def test_members_take_it_together_or_not_at_all(writes: bool, agreed: int) -> No
     parts = [Contribution({0: [0.5]}, {}, own=7), Contribution({}, {}, writes=writes)]
     total: torch.Tensor = sum(encode(layout, Form(), part) for part in parts)  # type: ignore[assignment]
     assert decode(layout, Form(), total.tolist()).own == agreed
+
+
+def taker(saves: Any, every_s: Any = 5.0, steps: int = 3) -> Any:
+    """What decides on a member that leads in epoch 7, which has seen no losses yet."""
+    progress = SimpleNamespace(agreed=SimpleNamespace(own=7), steps=steps, rate=LossRate)
+    context = SimpleNamespace(
+        settings=SimpleNamespace(checkpoint=CheckpointConfig(every_s=every_s)),
+        epoch=SimpleNamespace(plan=SimpleNamespace(epoch=7), leads=True),
+        progress=progress,
+        recording=SimpleNamespace(span=lambda kind: nullcontext()),
+        binding=None,
+    )
+    saves.begun, saves.written_s, saves.writes = time.monotonic(), 0.0, False
+    saves.own_folder = lambda: Path("/own/job")
+    return OwnCheckpoints(context, saves)  # type: ignore[arg-type]
+
+
+def test_one_is_due_when_the_last_one_of_either_kind_is_old_enough() -> None:
+    saves: Any = SimpleNamespace()
+    own = taker(saves)
+    assert own.due() == (0, False)
+    saves.begun -= 5.0
+    assert own.due() == (7, False)
+    saves.writes = True
+    assert own.due() == (7, True), "all members hear that this one writes, and none takes part"
+    own = taker(saves, every_s="auto")
+    saves.begun -= SHORTEST_S - 1
+    assert own.due() == (0, False)
+    saves.begun -= 1
+    assert own.due() == (7, False)
+    saves.written_s = 50.0
+    assert own.due() == (0, False)
+    own = taker(saves, every_s=0)
+    saves.begun -= 1e6
+    assert own.due() == (0, False)
+
+
+def test_a_stage_that_cannot_be_copied_ends_the_own_ones_and_not_the_job() -> None:
+    told = []
+
+    def collect(*_: Any) -> bool:
+        raise TypeError("cannot pickle '_thread.lock' object")
+
+    saves: Any = SimpleNamespace(collect=collect, give_up=lambda *facts: told.append(facts))
+    own = taker(saves)
+    saves.begun -= 5.0
+    assert own.due() == (7, False)
+    own.take()
+    ((path, step, error),) = told
+    assert (path, step, type(error)) == (Path("/own/job/step3"), 3, TypeError)
+    assert own.due() == (7, True), "no member takes part any more"
 
 
 # -- writing --------------------------------------------------------------------------------------------------
