@@ -12,8 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from pydantic import (
-    BaseModel,
-    ConfigDict,
     Field,
     NonNegativeInt,
     PositiveInt,
@@ -25,10 +23,12 @@ from pydantic import (
 
 from .addresses import check_url as check_url
 from .addresses import split_address
+from .config_parts import CheckpointConfig as CheckpointConfig
+from .config_parts import ConfigPart
+from .config_parts import RedundancyMode as RedundancyMode
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
-from .modes import RedundancyMode as RedundancyMode
 
 #: Name of the block in DeepSpeed's configuration.
 BLOCK = "bamboo"
@@ -36,11 +36,7 @@ BLOCK = "bamboo"
 START_TIMEOUT_S = 60.0
 
 
-class _Block(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
-
-
-class RedundancyConfig(_Block):
+class RedundancyConfig(ConfigPart):
     """``bamboo.redundancy``"""
 
     mode: RedundancyMode = Field(
@@ -101,7 +97,7 @@ class RedundancyConfig(_Block):
         return 2 if device == "cpu" else 3
 
 
-class MembershipConfig(_Block):
+class MembershipConfig(ConfigPart):
     """``bamboo.membership``"""
 
     lease_ttl_s: float = Field(5, ge=1, description="seconds without a sign of life until a silent node is lost")
@@ -154,7 +150,7 @@ class MembershipConfig(_Block):
         return self.start_timeout_s or (0.0 if self.heartbeat_timeout_s else START_TIMEOUT_S)
 
 
-class CommConfig(_Block):
+class CommConfig(ConfigPart):
     """``bamboo.comm``"""
 
     cuda_backend: Literal["nccl", "gloo"] = Field(
@@ -165,7 +161,7 @@ class CommConfig(_Block):
     )
 
 
-class RecoveryConfig(_Block):
+class RecoveryConfig(ConfigPart):
     """``bamboo.recovery``"""
 
     plan_timeout_s: float = Field(
@@ -190,7 +186,7 @@ class RecoveryConfig(_Block):
     )
 
 
-class TopologyConfig(_Block):
+class TopologyConfig(ConfigPart):
     """``bamboo.topology``"""
 
     blocks: Literal["auto"] | PositiveInt = Field(
@@ -231,22 +227,7 @@ class TopologyConfig(_Block):
         return None if self.memory_limit_mb is None else round(self.memory_limit_mb * 2**20)
 
 
-class CheckpointConfig(_Block):
-    """``bamboo.checkpoint``"""
-
-    keep: int = Field(
-        0, ge=0, description="how many of the newest checkpoints that the job wrote are kept in a folder; 0: all"
-    )
-    asynchronous: bool = Field(
-        True,
-        description="`save_checkpoint` waits only for a copy to host memory; `false`: for the complete checkpoint",
-    )
-    timeout_s: float = Field(
-        600.0, gt=0, description="seconds without any progress in its folder until a save has failed"
-    )
-
-
-class StandbyConfig(_Block):
+class StandbyConfig(ConfigPart):
     """``bamboo.standby``"""
 
     replicas: bool = Field(
@@ -263,7 +244,7 @@ _FORMER = {
 }
 
 
-class ObserveConfig(_Block):
+class ObserveConfig(ConfigPart):
     """``bamboo.observe``"""
 
     checksums: bool = Field(
@@ -312,7 +293,7 @@ SourceName = Literal["aws", "gcp", "azure", "file", "http"]
 SOURCE_NAMES: tuple[str, ...] = get_args(SourceName)
 
 
-class NoticesConfig(_Block):
+class NoticesConfig(ConfigPart):
     """``bamboo.notices``"""
 
     sources: tuple[SourceName, ...] = Field(
@@ -364,7 +345,7 @@ class NoticesConfig(_Block):
         return value
 
 
-class BambooConfig(_Block):
+class BambooConfig(ConfigPart):
     """The whole ``"bamboo"`` block; ``{}`` switches everything on with its defaults."""
 
     enabled: bool = Field(True, description="`false` is the same as no block")

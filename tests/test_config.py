@@ -279,8 +279,8 @@ assert type(engine) is PipelineEngine, type(engine)
 assert type(torch.distributed.group.WORLD) is torch.distributed.ProcessGroup
 loaded = sorted(name for name in sys.modules if name.startswith("bamboo_ds"))
 assert set(loaded) <= {"bamboo_ds", "bamboo_ds.addresses", "bamboo_ds.autoload", "bamboo_ds.config",
-                       "bamboo_ds.deepspeed_config", "bamboo_ds.errors", "bamboo_ds.hooks", "bamboo_ds.launch",
-                       "bamboo_ds.modes", "bamboo_ds.patching", "bamboo_ds.stages", "bamboo_ds.variables",
+                       "bamboo_ds.config_parts", "bamboo_ds.deepspeed_config", "bamboo_ds.errors", "bamboo_ds.hooks",
+                       "bamboo_ds.launch", "bamboo_ds.patching", "bamboo_ds.stages", "bamboo_ds.variables",
                        "bamboo_ds.version", "bamboo_ds.worker", "bamboo_ds.worker.plan_changes"}, loaded
 assert not [t.name for t in threading.enumerate() if "bamboo" in t.name]
 print("STOCK")

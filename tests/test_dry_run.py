@@ -165,8 +165,12 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "what passes keep comes on top",
     ]
     config = tmp_path / "ds_config.json"
-    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 61440}}}')
+    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 61440}, "checkpoint": {"every_s": 90}}}')
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(config)))[1]
+    assert " ".join(told[2:4]).startswith(
+        "checkpoint.every_s is 90: the job takes checkpoints of its own once its script"
+    )
+    told = told[told.index("plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc") - 2 :]
     assert told[4:6] == [
         "m0 emulated-0 (0,0) - 1,073,741,824 0 18.00 GiB 0.0 MiB 18.00 GiB",
         "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB",

@@ -76,7 +76,7 @@ SAMPLES: list[events.Event] = [
     events.ExactChecked(**COMMON, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[(0, 3)]),
     events.RedundancyExhausted(**COMMON, step=7, role=(0, 1), dropped=2, reason="out of memory"),
     events.CheckpointSaved(**COMMON, step=7, path="/c/step7", seconds=0.4, bytes=1 << 20),
-    events.CheckpointFailed(**COMMON, step=7, path="/c/step7", reason="No space left on device"),
+    events.CheckpointFailed(**COMMON, step=7, path="/c/step7", own=True, reason="No space left on device"),
     events.Fatal(**COMMON, stages=[(0, 1)], members=["m0", "m1"], checkpoint=None),
     events.Restart(**COMMON, number=1, slots=[0, 2], checkpoint="/c/step7", step=9),
 ]

@@ -105,7 +105,8 @@ class Member:
             beats=SimpleNamespace(busy=lambda _: nullcontext()),
         )
         checks = SimpleNamespace(end_iteration=self._end_iteration)
-        iteration: Any = SimpleNamespace(checks=checks, commits=None)
+        own = SimpleNamespace(take=lambda: None)
+        iteration: Any = SimpleNamespace(checks=checks, commits=None, own=own)
         recovery: Any = SimpleNamespace(run=self._recover)
         collectives: Any = SimpleNamespace(begin_gap=self.boundary.append)
         announcements: Any = SimpleNamespace(listen=lambda: self.events.append("listened"))

@@ -22,6 +22,7 @@ from bamboo_ds.errors import ProtocolError, TransferError
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
+from bamboo_ds.state.own import own_folder
 from bamboo_ds.topology import Layout
 
 pytestmark = pytest.mark.claim("guides/checkpoints.md", "guides/restarts.md")
@@ -39,20 +40,20 @@ def folder() -> Iterator[Path]:
         yield root
 
 
-def save(folder: Path, tag: str = "step40") -> str:
+def save(folder: Path, tag: str = "step40", **more: Any) -> str:
     """A complete checkpoint; returns its path."""
     fields = {"job": "job", "save_id": "s", "tag": tag, "step": 40, "layout": Layout(1, 1), "roles": {}, "files": {}}
-    manifest = Manifest.model_validate({**fields, "serial": 1, "time": "2026-01-01T00:00:00Z"})
+    manifest = Manifest.model_validate({**fields, "serial": 1, "time": "2026-01-01T00:00:00Z", **more})
     (folder / tag).mkdir(parents=True)
     (folder / tag / MANIFEST).write_text(manifest.to_json())
     return str(folder / tag)
 
 
-def find(told: str | None) -> list[str] | None:
+def find(told: str | None, place: Path | None = None) -> list[str] | None:
     """What the leader of the first restart finds."""
     channel = SimpleNamespace(restart_from=told, job="job")
-    epoch: Any = SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1)))
-    found = newest_whole(epoch)
+    epoch: Any = SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1), origin="o"))
+    found = newest_whole(epoch, None if place is None else str(place))
     return None if found is None else list(found)
 
 
@@ -118,6 +119,34 @@ def test_one_that_the_script_has_deleted_too_early(folder: Path) -> None:
     told = save(folder)
     os.rename(told, folder / f"{SPARE}~job~save~step40")
     assert find(told) == [str(folder), "step40"] and Path(told, MANIFEST).exists()
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["beside the script's", "apart"])
+@pytest.mark.parametrize(
+    ("script", "own", "expected"),
+    [
+        ({"consumed": 8}, {"consumed": 12}, "own"),
+        ({"consumed": 12}, {"consumed": 8}, "script"),
+        ({"consumed": 12}, {"consumed": 12}, "script"),  # it has what the script has done after the step
+        ({"consumed": 8}, {"consumed": 12, "origin": "earlier"}, "script"),
+        ({"consumed": 12, "origin": "earlier"}, {"consumed": 8}, "own"),
+        ({"consumed": 8}, {"consumed": 12, "files": {"lost.pt": {"size": 1, "crc32": 0}}}, "script"),
+    ],
+)
+@pytest.mark.parametrize("told", ["script", "own"])
+def test_a_job_goes_on_from_what_contains_most(
+    folder: Path, told: str, script: dict[str, Any], own: dict[str, Any], expected: str, apart: bool
+) -> None:
+    place = folder.parent / "own" if apart else folder
+    known = {"script_folder": str(folder)}
+    folders = {"script": folder, "own": own_folder(place, "job")}
+    paths = {
+        "script": save(folder, "step2", **{"origin": "o", **script}),
+        "own": save(folders["own"], "step3", **{"origin": "o", **known, **own}),
+    }
+    found = find(paths[told], place if apart else None)
+    assert found == [str(folders[expected]), Path(paths[expected]).name]
+    assert all(is_over(each, ("o", 0)) for each in folders.values())
 
 
 def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path) -> None:

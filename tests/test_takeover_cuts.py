@@ -175,6 +175,26 @@ def test_a_loss_at_every_cut(job: str, course: int) -> None:
     assert modes["resume"] > 6 and modes["commit"] > 0
 
 
+@pytest.mark.parametrize("course", COURSES)
+@pytest.mark.parametrize("job", ["eager-frc", "two pipelines", "sharded, with evaluations"])
+def test_own_checkpoints_lack_the_roles_of_the_lost_only(job: str, course: int) -> None:
+    """All others take part, also those that learn of the commit from others, so none waits for what never comes."""
+    lacking = 0
+    spec = replace(JOBS[job], own=True)
+    for number, victim in enumerate(sorted(undisturbed(spec, 0).members)):
+        for world in every_loss(spec, 100 * course + number, victim, step=1 if course else 12):
+            check(world)
+            saves = [member.saves.collected for member in world.survivors()]
+            tags = {f"step{step}" for step in range(1, spec.iterations + 1)}
+            assert set().union(*saves) == tags, "none is left out"
+            for tag in tags:
+                found = {role for each in saves for role in each.get(tag, {})}
+                missing = set(world.layout.roles) - found
+                assert not missing or missing == {world.layout.role(number)}, (tag, victim)
+                lacking += bool(missing)
+    assert lacking, "all were taken before a loss, or anew after it"
+
+
 #: The ends of a pipeline give different batches, or may do so: what DeepSpeed does not look at is noise. And in which
 #: iteration members are lost.
 ENDS = {
@@ -480,6 +500,7 @@ def test_copies_go_on(course: int, monkeypatch: pytest.MonkeyPatch) -> None:
 SCRIPTS: dict[str, dict[str, Any]] = {
     "evaluations": {"evaluates": True, "changes": "rates"},
     "checkpoints": {"saves": True, "changes": "rates"},
+    "own checkpoints": {"own": True, "saves": True, "changes": "rates"},
     "weights": {"changes": "weights once", "iterations": 6},
     "check": {"checked": 6, "evaluates": True},
 }

@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or the one that FOLDER is): complete or not, and why.
 
+    Those that jobs have taken without their scripts' doing, if this is their place, come last.
+
     \b
     States:
       complete    as its manifest says (with --verify: every byte of it)
@@ -35,9 +37,10 @@ def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     """
     # Loads torch, which other commands need not wait for.
     from ..state.checkpoints import CheckpointError, CheckpointInfo, Status, list_checkpoints
+    from ..state.own import list_own
 
     try:
-        found = list_checkpoints(folder, checksums=verify)
+        found = list_checkpoints(folder, checksums=verify) + list_own(folder, checksums=verify)
     except CheckpointError as error:
         raise ConfigError(str(error)) from error
     if as_json:
@@ -60,7 +63,7 @@ def checkpoints_table(folder: str, found: list[CheckpointInfo]) -> Table:
         state = info.status.value + (", verified" if info.verified and info.status.value == "complete" else "")
         layout = info.layout
         table.add_row(
-            info.tag + (" *" if info.latest else ""),
+            info.tag + (" *" if info.latest else "") + (" (own)" if info.own else ""),
             "-" if info.step is None else str(info.step),
             "-" if info.time is None else f"{info.time:%Y-%m-%d %H:%M:%S}",
             info.job or "-",
@@ -69,5 +72,5 @@ def checkpoints_table(folder: str, found: list[CheckpointInfo]) -> Table:
             f"[{colours[info.status.value]}]{state}[/]",
             "\n".join(info.reasons) or "-",
         )
-    table.caption = "* the one that `latest` names; roles are pipelines x stages"
+    table.caption = "* the one that `latest` names; (own) of the job's own; roles are pipelines x stages"
     return table

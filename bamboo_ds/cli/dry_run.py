@@ -60,6 +60,11 @@ def tell(options: MemberOptions, slots: LocalSlots, config: str | None) -> int:
     elif built.unknown is not None:
         findings.append(Finding("script", "warning", built.unknown))
     _tell_findings(findings)
+    if options.bamboo.checkpoint.lacks_place:
+        click.echo(
+            f"checkpoint.every_s is {options.bamboo.checkpoint.every_s:g}: the job takes checkpoints of its own once "
+            "its script has called save_checkpoint; for earlier ones set checkpoint.dir"
+        )
     if built.problem is None:
         _tell_plan(options, slots, built)
     return int(any(finding.state == "problem" for finding in findings))

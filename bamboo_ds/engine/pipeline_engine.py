@@ -27,6 +27,7 @@ from ..comm.inner import use_for_cuda
 from ..config import bamboo_config
 from ..errors import ConfigError
 from ..stages import built
+from ..state.checkpoints import is_own
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
 from .iteration.parts import IterationParts
@@ -198,8 +199,9 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             super().load_module_state_dict(checkpoint, *args, **kwargs)
 
     def _copy_recovery_script(self, save_path: str) -> None:
-        os.makedirs(save_path, exist_ok=True)  # the checkpoint itself comes later
-        super()._copy_recovery_script(save_path)
+        if not is_own(save_path):
+            os.makedirs(save_path, exist_ok=True)  # the checkpoint itself comes later
+            super()._copy_recovery_script(save_path)
 
     if hasattr(PipelineEngine, "curriculum_enabled_legacy"):
 

@@ -81,7 +81,7 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     mine = StartReport(
         seed=parts.progress.seed,
         nonce=secrets.token_hex(4),
-        resumed=newest_whole(parts.epoch) if parts.epoch.leads else None,
+        resumed=newest_whole(parts.epoch, parts.settings.checkpoint.dir) if parts.epoch.leads else None,
         checksums=parts.job.settings.observe.checksums,
         exact=exact,
         flags=parts.flags,

@@ -27,6 +27,9 @@ GLOBAL_STEP: Any = Field(
 )
 
 
+OF_THE_JOB: Any = Field(default=False, description="whether the job has taken it without the script's doing")
+
+
 class Consumed(BaseModel):
     """What a committed step has consumed."""
 

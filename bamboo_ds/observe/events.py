@@ -14,7 +14,7 @@ from pydantic import Field, TypeAdapter, ValidationError
 
 from ..config import SOURCE_NAMES
 from ..errors import ProtocolError, faults_of
-from .event_base import GLOBAL_STEP, SCHEMA, Consumed, EventBase, Role
+from .event_base import GLOBAL_STEP, OF_THE_JOB, SCHEMA, Consumed, EventBase, Role
 from .event_writer import EventWriter as EventWriter
 
 #: What notices come from: a source, a signal, or the job's page.
@@ -330,6 +330,7 @@ class CheckpointSaved(EventBase):
     path: str = Field(description="its folder")
     seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
     bytes: int = Field(ge=0, description="size of all of its files")
+    own: bool = OF_THE_JOB
 
 
 class CheckpointFailed(EventBase):
@@ -339,6 +340,7 @@ class CheckpointFailed(EventBase):
     step: int = Field(ge=0, description="last step that it would have contained")
     global_step: int | None = GLOBAL_STEP
     path: str = Field(description="the folder that it would have got")
+    own: bool = OF_THE_JOB
     reason: str = Field(description="what went wrong")
 
 

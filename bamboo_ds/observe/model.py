@@ -291,7 +291,7 @@ class JobModel:
         return Learned(first_step=before is None)
 
     def _save(self, event: ev.CheckpointSaved | ev.CheckpointFailed, at: float) -> None:
-        told = event.model_dump(include={"step", "global_step", "path"})
+        told = event.model_dump(include={"step", "global_step", "path", "own"})
         if isinstance(event, ev.CheckpointFailed):
             self._counts["checkpoints_failed"] += 1
             self.checkpoints.append(CheckpointView(time=at, failed=event.reason, **told))

@@ -147,10 +147,11 @@ class Story:
                     names, verb = listed(list(map(name, event.members))), "holds" if len(event.members) == 1 else "hold"
                     parts.append(f"{names} {verb} more than topology.memory_limit_mb")
                 yield "; ".join(parts) or "members have room for all that they hold, and for replicas"
-            case ev.CheckpointSaved():
+            case ev.CheckpointSaved() if not event.own:  # those of the job's own come all the time
                 yield f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"
             case ev.CheckpointFailed():
-                yield f"checkpoint of step {event.step} failed ({event.reason}): {event.path}"
+                what = "own checkpoint" if event.own else "checkpoint"
+                yield f"{what} of step {event.step} failed ({event.reason}): {event.path}"
             case ev.ReplicaMismatch():
                 role = self._stages([event.role])
                 yield f"the replica of {role} differs from its owner's state after step {event.step}"

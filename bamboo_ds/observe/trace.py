@@ -125,7 +125,7 @@ class _Trace:
                 self._overlapping(self.member(event.member), _COPIES, name, now - event.seconds, now, told)
             case ev.CheckpointSaved():
                 told = {"path": event.path, "bytes": event.bytes}
-                name = f"checkpoint of step {event.step}"
+                name = f"{'own ' if event.own else ''}checkpoint of step {event.step}"
                 self._overlapping(_JOB, _CHECKPOINTS, name, now - event.seconds, now, told)
             case ev.MemberJoined() | ev.MemberLeft():
                 what = "joins" if isinstance(event, ev.MemberJoined) else "leaves"

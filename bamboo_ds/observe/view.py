@@ -221,6 +221,7 @@ class CheckpointView(_Part):
     step: int
     global_step: int | None
     path: str
+    own: bool = Field(False, description="the job has taken it without the script's doing")
     seconds: float | None = None
     bytes: int | None = None
     failed: str | None = Field(None, description="what went wrong")

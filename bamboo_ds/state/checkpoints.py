@@ -17,6 +17,7 @@ A folder after some saves of a job::
         .failed-1.json                          role 1 could not
       .bamboo-removing~job~token/               on its way to deletion
       .bamboo-replaced~job~token~step20/        an older checkpoint while another takes its name
+      .bamboo-own/job/                          checkpoints of the job's own, in a folder like this one
 
 Everything here only reads. A reader on another host sees the shared file system's state there.
 """
@@ -39,6 +40,7 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationErr
 
 from ..errors import BambooError
 from ..topology.roles import Layout
+from .intervals import LossRate
 
 SCHEMA = 1
 MANIFEST = "bamboo_manifest.json"
@@ -48,6 +50,8 @@ SAVE = ".save.json"
 #: What names begin with that tell which role has written its files.
 WRITTEN = ".written-"
 PARTIAL, REMOVING, REPLACED, SPARE = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced", ".bamboo-spare"
+#: Holds checkpoints of jobs' own, by the job's name: those that they take without their scripts' doing.
+OWN = ".bamboo-own"
 #: Separates the fields of a hidden folder's name; cannot occur in names of jobs and ids of saves.
 SEPARATOR = "~"
 #: How deep a tag may be nested (``a/b`` is two).
@@ -94,6 +98,9 @@ class _SaveFacts(_Record):
         step: number of committed steps that the state contains.
         seed: of the job's random numbers in forward passes.
         consumed: micro-batches of each pipeline that the job has used.
+        origin: names the run of the job, through all of its restarts; see :mod:`bamboo_ds.generations`.
+        rate: the losses that the job had seen.
+        script_folder: of a checkpoint of the job's own: the folder that the script saved into, if there is one.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -104,21 +111,23 @@ class _SaveFacts(_Record):
     layout: Layout
     seed: int | None = None
     consumed: int | None = None
+    origin: str = ""
+    rate: LossRate = LossRate()
+    script_folder: str | None = None
 
 
 class SaveRecord(_SaveFacts):
     """``.save.json``: the save that a partial folder belongs to.
 
     Attributes:
-        origin, generation: the lineage that saves, see :mod:`bamboo_ds.generations`.
+        generation: that saves, of the lineage that begins with ``origin``.
     """
 
-    origin: str = ""
     generation: int = 0
 
     @property
     def lineage(self) -> tuple[str, int]:
-        """Both."""
+        """That saves, see :mod:`bamboo_ds.generations`."""
         return self.origin, self.generation
 
     @property
@@ -186,6 +195,7 @@ class CheckpointInfo(BaseModel):
         reasons: why it is not complete; empty if it is.
         verified: whether all checksums have been compared.
         latest: whether the file ``latest`` names it.
+        own: whether the job has taken it without the script's doing.
     """
 
     model_config = ConfigDict(frozen=True)
@@ -197,11 +207,19 @@ class CheckpointInfo(BaseModel):
     reasons: tuple[str, ...] = ()
     verified: bool = False
     latest: bool = False
+    own: bool = False
     job: str | None = None
     step: int | None = None
     serial: int = 0
     layout: Layout | None = None
     time: datetime | None = None
+    consumed: int | None = None
+    origin: str = ""
+
+
+def is_own(path: Path | str) -> bool:
+    """Whether ``path`` is, or is in, a folder of checkpoints of a job's own."""
+    return OWN in Path(path).parts
 
 
 def read_manifest(checkpoint: Path | str) -> Manifest:
@@ -325,7 +343,7 @@ def _infos(folder: Path, path: Path, latest: str, checksums: bool) -> list[Check
 
 def _info(folder: Path, path: Path, latest: str, checksums: bool) -> CheckpointInfo:
     tag = path.relative_to(folder).as_posix()
-    place: dict[str, Any] = {"path": path, "tag": tag, "latest": tag == latest}
+    place: dict[str, Any] = {"path": path, "tag": tag, "latest": tag == latest, "own": is_own(path)}
     if not (path / MANIFEST).exists():
         size = sum(os.stat(path / name).st_size for name in _files(path))
         reasons = ("has no manifest: not written by bamboo_ds",)
@@ -338,7 +356,8 @@ def _info(folder: Path, path: Path, latest: str, checksums: bool) -> CheckpointI
         return CheckpointInfo(**place, status=Status.DAMAGED, size=0)
     status = Status.DAMAGED if problems else Status.COMPLETE
     size = sum(record.size for record in manifest.files.values())
-    named = {name: getattr(manifest, name) for name in ("job", "step", "serial", "layout", "time")}
+    names = ("job", "step", "serial", "layout", "time", "consumed", "origin")
+    named = {name: getattr(manifest, name) for name in names}
     return CheckpointInfo(**place, **named, status=status, size=size)
 
 
@@ -349,7 +368,7 @@ def _unfinished(path: Path) -> CheckpointInfo:
     for name in names:
         with suppress(FileNotFoundError):  # just renamed or removed by the save itself
             size += os.stat(path / name).st_size
-    place: dict[str, Any] = {"path": path, "status": Status.UNFINISHED, "size": size}
+    place: dict[str, Any] = {"path": path, "status": Status.UNFINISHED, "size": size, "own": is_own(path)}
     record: SaveRecord | Manifest
     written = sum(name.startswith(WRITTEN) for name in names)
     try:

@@ -37,6 +37,9 @@ _EXIT_TIMEOUT_S = 10.0
 _SPARE_TIMEOUT_S = 2.0
 
 
+#: How many complete checkpoints of a job's own are kept: the newest may turn out to be damaged.
+_OWN_KEPT = 2
+
 Callback = Callable[[SaveResult], None]
 
 
@@ -92,8 +95,8 @@ class CheckpointSaver:
         """Begin to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
 
         A save that was begun and not submitted is forgotten. One of the same tag and step that is still being written
-        is aborted: this one repeats it. While another one is being written this one waits for it: the iteration is as
-        slow as the disk then, and no checkpoint is left out.
+        is aborted: this one repeats it. So is one of the job's own. While another one is being written this one waits
+        for it: the iteration is as slow as the disk then, and no checkpoint of the script's is left out.
 
         Args:
             save: which, without files. Its id is different for every attempt, also of an earlier run of the same job;
@@ -117,7 +120,8 @@ class CheckpointSaver:
                 raise CheckpointError(f"save id {record.save_id} was used before: a repeated save needs another one")
             self._open = None
             for each in self._active():
-                if (each.folder, each.record.tag, each.record.step) == (save.folder, record.tag, record.step):
+                again = (each.folder, each.record.tag, each.record.step) == (save.folder, record.tag, record.step)
+                if again or each.own:
                     self._give_up(each, "superseded by a newer save")
         if not self.wait(interrupt=interrupt):
             with self._changed:
@@ -144,7 +148,7 @@ class CheckpointSaver:
             self._alive_at = time.monotonic()
             self._thread = self._thread or _started(self._work)
             self._changed.notify_all()
-            if save.leads:
+            if save.leads and not save.own:
                 self._changed.wait_for(lambda: save.spared or self._closing, _SPARE_TIMEOUT_S)
 
     def skip(self) -> None:
@@ -168,6 +172,13 @@ class CheckpointSaver:
             self._open = None
             for save in self._active():
                 self._give_up(save, reason)
+
+    def give_way(self) -> None:
+        """Give up what is being written of the job's own. Does not wait."""
+        with self._changed:
+            for save in self._active():
+                if save.own:
+                    self._give_up(save, "it is not needed any more")
 
     def follow(self, members: Collection[str]) -> None:
         """Only ``members`` are left of those that own roles.
@@ -194,6 +205,12 @@ class CheckpointSaver:
         """Whether a submitted save is going on."""
         with self._changed:
             return bool(self._active())
+
+    @property
+    def owes(self) -> bool:
+        """Whether one of the script's is."""
+        with self._changed:
+            return not all(save.own for save in self._active())
 
     # -- results ------------------------------------------------------------------------------------------
 
@@ -303,13 +320,13 @@ class CheckpointSaver:
 
     def _run(self, save: Save) -> SaveResult:
         """Carry out ``save``; the checkpoint before it is kept until then."""
-        if save.leads:
+        if save.leads and not save.own:
             spares.make(save.folder, save.record.job, save.record.save_id)
             with self._changed:
                 save.spared = True
                 self._changed.notify_all()
         result = self._written(save)
-        if save.leads:  # by now, perhaps
+        if save.leads and not save.own:  # by now, perhaps
             spares.end(save.folder, save.record.job)
         return result
 
@@ -349,8 +366,9 @@ class CheckpointSaver:
             check_lineage(save)
             if save.latest:
                 publish.point_latest(save.folder, save.record.tag)
-            if self._keep:
-                publish.prune(save.folder, self._job, self._keep, path)
+            keep = _OWN_KEPT if save.own else self._keep
+            if keep:
+                publish.prune(save.folder, self._job, keep, path)
         except (OSError, CheckpointError) as error:
             return f"complete, but the folder could not be tidied up: {error}"
         return None

@@ -118,6 +118,8 @@ class Save:
         losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
             that leads, as ``history``: the JSON of what the job has done, this save included.
         leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
+        own: it is one of the job's own: no script deletes what it replaces, so that there are no spares, and it is
+            given up for one of the script's.
         timeout_s: for how many seconds nothing may move in the partial folder.
         known: the folder as this process has seen it before; ``None`` the first time.
         spared: what keeps the checkpoint before this one is there, or cannot be had.
@@ -134,6 +136,7 @@ class Save:
     losses: Callable[[], Sequence[float]] | None = None
     history: Callable[[], str] | None = None
     leads: bool = False
+    own: bool = False
     timeout_s: float = 600.0
     known: KnownFolder | None = None
     files: dict[int, list[HostFile]] = field(default_factory=dict)

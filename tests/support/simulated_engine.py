@@ -143,7 +143,8 @@ class Member(Parts):
             "check_exact": spec.checked,
             "sync_every": spec.sync_every,
         }
-        settings = BambooConfig.model_validate({"redundancy": redundancy, "observe": {"timeline": "off"}})
+        parts = {"redundancy": redundancy, "checkpoint": {"every_s": 1e-9 if spec.own else 0}}
+        settings = BambooConfig.model_validate({**parts, "observe": {"timeline": "off"}})
         self.session: Any = Session(name, world)
         job: Any = Job(world, self.session, plan, rank, joiner)
         engine: Any = _Engine()
@@ -187,7 +188,7 @@ class Member(Parts):
         measures = Measures(DrawnIdleTimes(random), times, PassBytes(context, on=False))
         builder = _Builder(context)
         builder.member = self
-        saves: Any = Saves()
+        saves: Any = Saves(name, spec.own)
         self.offers: Any = Offers(world, name)
         tied = {0, layout.stages - 1} if spec.tied else set()
         super().__init__(context, supply, saves, builder, Snapshots(self.offers), tied, measures, {})
@@ -342,6 +343,7 @@ class Spec:
         grows: so many more members come when all losses are over.
         evaluates: an evaluation comes before each iteration, and at the end.
         saves: a checkpoint comes after each iteration.
+        own: the job takes one of its own after each iteration.
         changes: what scripts change between iterations: learning rates, or weights.
         checked: how many first steps are checked for exactness.
         straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
@@ -368,6 +370,7 @@ class Spec:
     grows: int = 0
     evaluates: bool = False
     saves: bool = False
+    own: bool = False
     changes: Literal["rates", "weights", "weights once"] | None = None
     checked: int = 0
     straggler: str | None = None

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from random import Random
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -35,28 +36,41 @@ class Saves:
 
     Attributes:
         collected: by tag, the state of every role that the member had at its last attempt.
-        nonce, busy, completed: see there.
+        nonce, busy, writes, completed, begun, written_s: see there.
+
+    Args:
+        member: whose.
+        own: the job has a place for checkpoints of its own.
     """
 
-    nonce, busy, completed = "n", False, ""
+    nonce, busy, writes, completed, begun, written_s = "n", False, False, "", 0.0, 0.0
 
-    def __init__(self) -> None:
+    def __init__(self, member: str, own: bool) -> None:
+        self._member, self._own = member, own
         self.collected: dict[str, dict[Role, dict[str, torch.Tensor]]] = {}
+
+    def own_folder(self) -> Path | None:
+        return Path("own") if self._own else None
 
     def save_id(self, epoch: int, sequence: int) -> str:
         return f"{epoch}-{sequence}"
 
     def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
+        assert not request.own or request.tag not in self.collected, "each is taken once"
         self.collected[request.tag] = {}
         for runtime in binding.owned():
-            binding.use(runtime)
-            request.save()
+            if plan.owner(runtime.role) == self._member:
+                binding.use(runtime)
+                request.save()
         return True
 
     def nothing(self, *_: Any) -> None:
         """Files are not written here."""
 
-    write = forget = wait = poll = follow = nothing
+    write = forget = wait = poll = follow = drop_own = nothing
+
+    def give_up(self, path: Path, step: int, error: Exception) -> None:
+        raise error
 
 
 @dataclass(frozen=True)

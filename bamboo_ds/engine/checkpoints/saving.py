@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ...compat import writes_zip_files
 from ...config import CheckpointConfig
 from ...errors import UnsupportedError
-from ...state import spares
-from ...state.checkpoints import CheckpointError, SaveRecord, newest_complete, read_manifest
+from ...generations import is_over
+from ...state import publish, spares
+from ...state.checkpoints import CheckpointError, SaveRecord, is_own, list_checkpoints, read_manifest
 from ...state.hostcopy import BufferPool, HostCopy
+from ...state.own import newest_of, own_folder
 from ...state.saver import CheckpointSaver
 from ...state.writer import HostFile, Save, SaveResult
 from ...topology import Plan
@@ -95,18 +98,20 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
 @dataclass(frozen=True)
 class SaveRequest:
-    """A checkpoint that the script asks for.
+    """A checkpoint that is to be saved.
 
     Attributes:
         folder, tag: as the script gave them.
         latest: whether DeepSpeed's file ``latest`` is to name it.
         save: DeepSpeed's own saving of the role that is bound.
+        own: it is one of the job's own.
     """
 
     folder: str
     tag: str
     latest: bool
     save: Callable[[], None]
+    own: bool = False
 
     def noted(self, save_id: str | None) -> dict[str, Any]:
         """What the history keeps of it; ``save_id`` is ``None`` if it was left out."""
@@ -125,11 +130,15 @@ class Saves:
     Attributes:
         nonce: names this run of the job in the ids of its saves; equal on all members.
         completed: id of the save that this member has completed last.
+        begun: monotonic seconds at which it has last copied its roles.
+        written_s: seconds that writing the job's own checkpoint has taken that it has completed last.
     """
 
     def __init__(self, job: Job, settings: CheckpointConfig, host: HostCopyEngine, history: History) -> None:
         self.nonce = ""
         self.completed = ""
+        self.begun, self.written_s = time.monotonic(), 0.0
+        self._own_dir = settings.dir
         self._job, self._host, self._history = job, host, history
         self._saver = CheckpointSaver(
             job.channel.job,
@@ -145,9 +154,9 @@ class Saves:
 
     # -- a save -------------------------------------------------------------------------------------------
 
-    def save_id(self, epoch: int, sequence: int) -> str:
-        """Name of the attempt in ``epoch`` at the save that is operation ``sequence``."""
-        return f"{self.nonce}-{epoch}-{sequence}"
+    def save_id(self, epoch: int, sequence: int, own: bool = False) -> str:
+        """Name of the attempt in ``epoch`` at the save that is operation ``sequence``, or comes before it (``own``)."""
+        return f"{self.nonce}-{epoch}-{sequence}" + ("-own" if own else "")
 
     def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
         """Copy the roles of this member to host memory. Waits while an earlier checkpoint is being written.
@@ -165,12 +174,14 @@ class Saves:
             EpochChanged: a loss has interrupted the wait.
         """
         self._open = self._tentative = False
-        if not binding.owned():
+        self.begun = time.monotonic()
+        owned = [each for each in binding.owned() if plan.owner(each.role) == self._job.channel.member]
+        if not owned:
             return True
         binding.use(binding.local)
         binding.refresh()
-        save_id, count = self.save_id(plan.epoch, progress.sequence), len(self._history)
-        this = Done("save", request.noted(save_id))
+        save_id, count = self.save_id(plan.epoch, progress.sequence, request.own), len(self._history)
+        more = () if request.own else (Done("save", request.noted(save_id)),)
         origin, generation = plan.lineage
         record = SaveRecord(
             job=self._job.channel.job,
@@ -182,12 +193,15 @@ class Saves:
             consumed=progress.consumed,
             origin=origin,
             generation=generation,
+            rate=progress.rate(),
+            script_folder=self._history.place if request.own else None,
         )
-        save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest)
-        save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, this)
-        if not self._saver.begin(save, interrupt=self._job.session.check):
+        save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest, own=request.own)
+        save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, *more)
+        # Of the job's own none is due while a member writes, so there is nothing to wait for.
+        if not self._saver.begin(save, interrupt=None if request.own else self._job.session.check):
             return False
-        for runtime in binding.owned():
+        for runtime in owned:
             binding.use(runtime)
             with self._host.collecting(Path(request.folder, request.tag)) as files:
                 request.save()
@@ -222,14 +236,32 @@ class Saves:
             self._open = False
             self._saver.abort("left out: a member cannot write")
 
+    def give_up(self, path: Path, step: int, error: Exception) -> None:
+        """A role could not be copied for a checkpoint of the job's own."""
+        self._open = False
+        self._saver.abort("a role could not be copied")
+        reason = f"{type(error).__name__}: {error}"
+        logger.error("the job takes no checkpoints of its own any more: a stage cannot be copied: %s", reason)
+        self._job.channel.event("checkpoint_failed", step=step, path=str(path), own=True, reason=reason)
+
     def wait(self) -> None:
-        """Wait until this member has nothing to write. Raises ``EpochChanged`` if a loss interrupts that."""
+        """Wait until this member has nothing to write; one of the job's own is given up.
+
+        Raises:
+            EpochChanged: a loss has interrupted it.
+        """
+        self._saver.give_way()
         self._saver.wait(interrupt=self._job.session.check)
 
     @property
     def busy(self) -> bool:
-        """Whether this member has something to write, or may have once the save that it takes part in is agreed on."""
-        return self._open or self._saver.busy
+        """Whether this member owes the script a checkpoint, or may once the save that it takes part in is agreed on."""
+        return self._open or self._saver.owes
+
+    @property
+    def writes(self) -> bool:
+        """Whether this member is writing a checkpoint, the script's or one of the job's own."""
+        return self._saver.busy
 
     def poll(self) -> None:
         """Report what has ended."""
@@ -249,35 +281,55 @@ class Saves:
         else:
             self._saver.follow(plan.members)
 
+    def own_folder(self) -> Path | None:
+        """Where the job's own checkpoints are; ``None``: it has no place for them yet."""
+        place = self._own_dir or self._history.place
+        return None if place is None else own_folder(place, self._job.channel.job)
+
     def _find(self, plan: Plan) -> str | None:
         """The newest complete checkpoint, after a fatal loss: folders tell more than what this member was told."""
         self.follow(plan)
         self._saver.wait(_FATAL_WAIT_S)
-        for folder in self._history.save_folders():
-            spares.end(Path(folder), self._job.channel.job)
-            try:
-                newest = newest_complete(folder, self._job.channel.job)
-            except CheckpointError as error:
-                logger.warning("looking for a checkpoint: %s", error)
-                continue
-            if newest is not None:
-                return str(newest.path)
-        return None
+        job, own = self._job.channel.job, self.own_folder()
+        scripts = [Path(folder) for folder in self._history.save_folders()]
+        for folder in scripts:
+            spares.end(folder, job)
+        newest = newest_of([*scripts, *([own] if own is not None else [])], job, plan.origin)
+        return None if newest is None else str(newest[1].path)
+
+    def drop_own(self, plan: Plan) -> None:
+        """At the end of the job: remove those of its own that contain no more than a checkpoint of the script's.
+
+        Args:
+            plan: the last one; this member leads.
+        """
+        own, job = self.own_folder(), self._job.channel.job
+        scripts = [Path(folder) for folder in self._history.save_folders()]
+        try:
+            if own is None or not own.is_dir() or is_over(own, plan.lineage):
+                return
+            newest = newest_of([own, *scripts], job, plan.origin)
+            if newest is not None and not newest[1].own:
+                for info in list_checkpoints(own):
+                    publish.discard(info.path, own, job, info.serial)
+        except (OSError, CheckpointError) as error:
+            logger.warning("the job's own checkpoints in %s were not removed: %s", own, error)
 
     # -- results ------------------------------------------------------------------------------------------
 
     def _tell_complete(self, result: SaveResult) -> None:
-        self.completed = result.save_id
+        self.completed, own = result.save_id, is_own(result.folder)
+        if own:
+            self.written_s = result.seconds
         self._job.completed(str(result.path))
-        self._job.channel.event(
-            "checkpoint_saved", step=result.step, path=str(result.path), seconds=result.seconds, bytes=result.total
-        )
+        told = {"step": result.step, "path": str(result.path), "own": own}
+        self._job.channel.event("checkpoint_saved", **told, seconds=result.seconds, bytes=result.total)
 
     def _tell_failed(self, result: SaveResult) -> None:
         if result.aborted:
             return  # it is repeated, or the member that leads tells why
-        path = str(result.folder / result.tag)
-        self._job.channel.event("checkpoint_failed", step=result.step, path=path, reason=result.error)
+        told = {"step": result.step, "path": str(result.folder / result.tag), "own": is_own(result.folder)}
+        self._job.channel.event("checkpoint_failed", **told, reason=result.error)
 
 
 def is_complete(save: dict[str, Any]) -> bool:

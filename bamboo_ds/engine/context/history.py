@@ -23,7 +23,8 @@ class Done:
     Attributes:
         kind: ``train``: an iteration, with the losses of each pipeline, and whether optimizers skipped their step;
             ``evaluate``: an evaluation, with the loss of each pipeline; ``save``, ``load``: a checkpoint, with its
-            folder and tag (``None``: there was none); ``visit``: a call for each stage.
+            folder and tag (``None``: there was none), and of one that was loaded whether there was none, or one that
+            this package has written; ``visit``: a call for each stage.
         data: the result, as JSON values.
         alike: whether the iterators of both ends of each pipeline have given the same batches; ``None``: that was not
             compared.
@@ -59,6 +60,8 @@ class History:
         self._alike: dict[Kind, bool] = {}
         #: Number of iterations among them.
         self.steps = 0
+        self._saved_into: str | None = None
+        self._loaded_from: str | None = None
 
     def __len__(self) -> int:
         return self._count
@@ -82,6 +85,10 @@ class History:
 
     def add(self, kind: Kind, data: Any, alike: bool | None = None) -> None:
         """Note an operation; see :class:`Done`."""
+        if kind == "save":
+            self._saved_into = data["folder"]
+        elif kind == "load" and data.get("ours"):
+            self._loaded_from = data["folder"]
         self._others[self._count] = Done(kind, data, alike)
         self._numbers.append(self._count)
         self._note(kind, alike)
@@ -107,6 +114,15 @@ class History:
     def alike(self, kind: Kind) -> bool | None:
         """Whether the ends of pipelines have given the same in all operations of ``kind`` that were compared."""
         return self._alike.get(kind)
+
+    @property
+    def place(self) -> str | None:
+        """The folder that the script saves into, as far as its calls tell.
+
+        That of its last save; before the first one that of its last load, if nothing was there or what this package
+        has written: else the folder is not the script's, but that of what it begins with.
+        """
+        return self._saved_into or self._loaded_from
 
     @property
     def differs(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from ...comm.transport import Transport
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
 from ...schedule import Decision
+from ...state.intervals import LossRate
 from ...topology import Layout, Plan, Role
 from ..stage.commit import Committed
 from ..stage.layers import Changes
@@ -127,6 +129,8 @@ class Progress:
         sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
         steps: iterations committed so far.
         consumed: micro-batches of each pipeline that committed iterations have used.
+        began: monotonic seconds at which this member has come to the job.
+        seen: the losses that the job had seen until then, and how many this member has seen since.
         checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
         newest: what the newest committed step has consumed, with ``checksums``.
         vector: sum of the last commit all-reduce.
@@ -157,6 +161,8 @@ class Progress:
     sequence: int = 0
     steps: int = 0
     consumed: int = field(default=0, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
+    seen: LossRate = field(default=LossRate(), init=False)
     checksums: bool = field(default=False, init=False)
     newest: Consumed | None = field(default=None, init=False)
     vector: tuple[float, ...] | None = field(default=None, init=False)
@@ -179,6 +185,10 @@ class Progress:
     known_changes: dict[Role, Changes] = field(default_factory=dict, init=False)
     assigned: dict[str, str] = field(default_factory=dict, init=False)
     told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict, init=False)
+
+    def rate(self) -> LossRate:
+        """The losses that the job has seen up to now."""
+        return self.seen.plus(time.monotonic() - self.began, 0)
 
     @property
     def joining(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 
 from ...errors import Isolated, UnsupportedError
 from ...topology import Role, end_sources
-from ..checkpoints.saving import Saves
+from ..checkpoints.own import OwnCheckpoints
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..replicas.construction import Construction
@@ -25,7 +25,7 @@ class Commits(InContext):
     """Enters commits for this member."""
 
     supply: BatchSupply
-    saves: Saves
+    own: OwnCheckpoints
     checks: ExactChecks
     constructions: Mapping[Role, Construction]
 
@@ -99,7 +99,7 @@ class Commits(InContext):
         """The newest epoch that this member could enter, by member."""
         members = self.epoch.plan.members
         told = torch.zeros(len(members), dtype=torch.float64)
-        told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.saves.busy)
+        told[members.index(self.epoch.member)] = self.epoch.job.boundary(self.own.saves.busy)
         return told
 
     def decoded(self) -> Committed:
@@ -142,4 +142,5 @@ class Commits(InContext):
         mismatches = [r.role for r in self.binding.replicas() if not r.verification.valid]
         redundant = [replica.share.part.forwards for replica in self.binding.replicas() if not replica.share.helps]
         ahead = sum(redundant) - self.checks.redone
-        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn())
+        own, writes = self.own.due()
+        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn(), own, writes)

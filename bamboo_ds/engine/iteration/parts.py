@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 
 from ...topology import Role
+from ..checkpoints.own import OwnCheckpoints
 from ..checkpoints.saving import Saves
 from ..context.shared import EngineContext
 from ..data.supply import BatchSupply
@@ -61,6 +62,7 @@ class IterationParts:
         self.redundant = RedundantPasses(
             context, supply, self.passes, self.boundaries, self.checks, measures, self.sums
         )
-        self.commits = Commits(context, supply, saves, self.checks, self.constructions)
+        self.own = OwnCheckpoints(context, saves)
+        self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
         self.steps = Steps(context, generators)
         self.replication = Replication(context, self.boundaries, self.steps, self.constructions)

@@ -11,7 +11,17 @@ from typing import Any
 
 from ...errors import ProtocolError
 from ...state import spares
-from ...state.checkpoints import MAX_DEPTH, CheckpointError, folder_of, newest_complete
+from ...state.checkpoints import (
+    MANIFEST,
+    MAX_DEPTH,
+    OWN,
+    CheckpointError,
+    folder_of,
+    list_checkpoints,
+    newest_complete,
+    read_manifest,
+)
+from ...state.own import newest_of, own_folder
 from ...state.publish import put_back, take_over
 from ..checkpoints.kept import keeping_types, load_kept
 from ..context.records import CurrentEpoch
@@ -81,11 +91,15 @@ class Loader(InContext):
         return result
 
 
-def newest_whole(epoch: CurrentEpoch) -> tuple[str, str] | None:
-    """Folder and tag of the newest checkpoint that is whole, if the job goes on from one; reads all of it.
+def newest_whole(epoch: CurrentEpoch, place: str | None = None) -> tuple[str, str] | None:
+    """Folder and tag of the checkpoint that is whole and contains most, if the job goes on from one; reads all of it.
 
-    It may be an older one than that which members had told of, or a newer one. What was saved by workers that the
-    job goes on without is found, or never gets its name.
+    It is the script's or one of the job's own, and may be an older one than that which members had told of, or a newer
+    one. What was saved by workers that the job goes on without is found, or never gets its name.
+
+    Args:
+        epoch: the first one after the restart.
+        place: ``bamboo.checkpoint.dir``.
 
     Raises:
         CheckpointError: there is none, or earlier starts cannot be kept from writing there. Training would begin
@@ -96,6 +110,33 @@ def newest_whole(epoch: CurrentEpoch) -> tuple[str, str] | None:
     if told is None:
         return None
     problems = [] if Path(told).parent.is_dir() else [f"{Path(told).parent} has vanished"]
+    folders = _folders(told, job, place, problems)
+    for folder in folders:
+        take_over(folder, job, epoch.plan.lineage)
+        spares.settle(folder, job)
+    found = newest_of(folders, job, epoch.plan.origin, checksums=True)
+    if found is not None:
+        return str(found[0]), found[1].tag
+    problems += [f"none in {folder} is whole" for folder in folders]
+    why = "; ".join(dict.fromkeys(problems)) or "all are gone"
+    raise CheckpointError(
+        f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
+        "system is mounted and readable on all hosts, and start the job again"
+    )
+
+
+def _folders(told: str, job: str, place: str | None, problems: list[str]) -> list[Path]:
+    """Folders of the job's checkpoints, that of ``told`` first: the script's, and that of the job's own.
+
+    Args:
+        told: a checkpoint.
+        job: the job.
+        place: ``bamboo.checkpoint.dir``.
+        problems: what keeps folders from being used is added.
+    """
+    own = next((folder for folder in Path(told).parents if folder.parent.name == OWN), None)
+    if own is not None:
+        return [folder for folder in (own, *_script_folders(own, problems)) if folder.is_dir()]
     for folder in list(Path(told).parents)[:MAX_DEPTH]:
         try:
             newest = newest_complete(folder, job)
@@ -105,17 +146,20 @@ def newest_whole(epoch: CurrentEpoch) -> tuple[str, str] | None:
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
-        take_over(root, job, epoch.plan.lineage)
-        spares.settle(root, job)
-        found = newest_complete(root, job, checksums=True)
-        if found is not None:
-            return str(root), found.tag
-        problems.append(f"none in {root} is whole")
-    why = "; ".join(dict.fromkeys(problems)) or "all are gone"
-    raise CheckpointError(
-        f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
-        "system is mounted and readable on all hosts, and start the job again"
-    )
+        return [each for each in (root, own_folder(place or root, job)) if each.is_dir()]
+    return [each for each in (own_folder(place or Path(told).parent, job),) if each.is_dir()]
+
+
+def _script_folders(own: Path, problems: list[str]) -> list[Path]:
+    """Where the script saves, as the job's own checkpoints tell, also those of which something is damaged."""
+    found: dict[str, None] = {}
+    try:
+        for info in reversed(list_checkpoints(own) if own.is_dir() else []):
+            if (info.path / MANIFEST).is_file() and (folder := read_manifest(info.path).script_folder) is not None:
+                found[folder] = None
+    except CheckpointError as error:
+        problems.append(str(error))
+    return [Path(folder) for folder in found] or [own.parents[1]]
 
 
 def silence_earlier_starts(epoch: CurrentEpoch, folder: str) -> None:

@@ -10,11 +10,11 @@ Where a script stands is a :class:`~..context.records.ScriptPhase`::
                          |    without peers           where it takes part for the first time|
                          |                                                                  |
       after a restart    +--> RESUMING ---all is replayed: it loads the checkpoint----------+
-                              up to the newest checkpoint that is whole
+                              up to the newest checkpoint that is whole, the script's or the job's own
 
 Calls return at once while the script is behind, and batches are drawn and dropped. A member that joins is admitted by
 a recovery (:mod:`~..recovery.protocol`) where nothing is left to replay, and then replays what the others did
-meanwhile. A script that begins with ``load_checkpoint`` gets a checkpoint there that the job has saved since, and what
+meanwhile. A script that begins with ``load_checkpoint`` gets a checkpoint there that it has saved since, and what
 came before it need not be replayed.
 """
 
@@ -37,6 +37,7 @@ from ..context.records import ScriptPhase
 from ..context.shared import InContext
 from ..recovery.takeover import Takeover
 from ..script.flags import FLAGS, compare_flags
+from ..stage.answers import ignore
 from .loading import Loader
 
 logger = logging.getLogger("bamboo_ds")
@@ -106,6 +107,7 @@ class Replay(InContext):
         progress.seed = progress.seed if manifest.seed is None else manifest.seed
         progress.consumed = manifest.consumed or 0
         progress.steps = self.history.count("train")
+        progress.seen = manifest.rate.plus(0.0, 1)
         logger.warning("going on from checkpoint %s, after step %d", checkpoint, progress.steps)
 
     def tell(self) -> str:
@@ -119,16 +121,21 @@ class Replay(InContext):
     def recorded(self, kind: Kind) -> Any:
         """What the job computed in the operation that the script asks for; ``None``: it has yet to be done.
 
+        Where a checkpoint may follow the operation, which is then the last one to be replayed after a restart, the
+        caller says when it has followed what was recorded: :meth:`arrive`.
+
         Raises:
             ProtocolError: the script does something else than the job did.
         """
         if self.progress.behind and self._begun is None:
             self._begun = time.monotonic()
             self.job.channel.activity.telling["replay"] = self.tell
-        data = self._next(kind)
+        return self._next(kind)
+
+    def arrive(self) -> None:
+        """The script is behind the operation that it has just replayed: if that was the last one, load."""
         if self.progress.phase is ScriptPhase.RESUMING and self.position == self.progress.target:
             self._load_own()
-        return data
 
     def _next(self, kind: Kind) -> Any:
         progress = self.progress
@@ -175,22 +182,21 @@ class Replay(InContext):
             folder, tag: as the script gave them.
         """
         begins = tag is None and self.position == 0
-        if self.progress.phase is ScriptPhase.RESUMING:
-            if begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
-                return self._load_own()
-            data = self.recorded("load")
-        else:
+        if self.progress.phase is not ScriptPhase.RESUMING:
             self._ask()
-            for number in self.history.newest_save(os.path.abspath(folder)) if begins else ():
-                result = self._load_saved(load, number)
-                if result is not None:
-                    return result
-            data = self.recorded("load")
-            if data is None:
-                raise ProtocolError(
-                    "the script loads a checkpoint where the job has not come to yet: a worker that joins must run the "
-                    "same script with the same arguments"
-                )
+        elif begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
+            return self._load_own()
+        for number in self.history.newest_save(os.path.abspath(folder)) if begins else ():
+            result = self._load_saved(load, number)
+            if result is not None:
+                self.arrive()
+                return result
+        data = self.recorded("load")
+        if data is None:
+            raise ProtocolError(
+                "the script loads a checkpoint where the job has not come to yet: a worker that joins must run the "
+                "same script with the same arguments"
+            )
         return load(data["tag"]) if data["tag"] is not None else (None, {})
 
     def _load_saved(self, load: Callable[[str], Any], number: int) -> Any:
@@ -199,7 +205,9 @@ class Replay(InContext):
         if not is_complete(save):
             return None
         try:
-            with self.loader.own_checkpoint():
+            # After a restart all members are connected, and each loads what its script's own role has saved.
+            local = self.binding.local.role
+            with self.loader.own_checkpoint(), self.groups.acting_for(local, ignore):
                 result = load(save["tag"])
         except Exception:  # whatever DeepSpeed makes of files that vanish while it reads them
             if is_complete(save):

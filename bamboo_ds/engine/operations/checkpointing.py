@@ -16,9 +16,10 @@ from ...errors import EpochChanged
 from ...observe.spans import Kind
 from ...schedule import RoleProgress
 from ...state import spares
+from ...state.checkpoints import MANIFEST
 from ...state.publish import check_tag
 from ...topology import Role
-from ..checkpoints.kept import save_kept
+from ..checkpoints.own import saving_of
 from ..checkpoints.saving import SaveRequest, Saves
 from ..context.operation import Outcome
 from ..context.shared import InContext
@@ -27,7 +28,6 @@ from ..joining.loading import Loader, silence_earlier_starts
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
-from ..stage.answers import ignore
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -66,14 +66,9 @@ class Checkpoints(InContext):
         name = check_tag(str(tag) if tag is not None else f"global_step{self.ds.global_steps}")
         recorded = self.replay.recorded("save")
         if recorded is not None:
+            self.replay.arrive()
             return recorded["save_id"] is not None
-
-        def save() -> None:
-            with self.groups.acting_for(self.binding.current.role, ignore):
-                self.ds.save_files(folder, name, client_state or {}, exclude_frozen)
-            runtime = self.binding.current
-            save_kept(runtime, Path(folder, name), self.epoch.layout.rank(runtime.role), self.ds.checkpoint_engine.save)
-
+        save = saving_of(self, folder, name, client_state or {}, exclude_frozen)
         self._request = SaveRequest(folder, name, latest, save)
         self._attempt, self._left_out, self._complete = 0, False, False
         self.takeover.run(self)
@@ -92,7 +87,8 @@ class Checkpoints(InContext):
         spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
-        self.history.add("load", {"folder": os.path.abspath(folder), "tag": name})
+        ours = result[0] is None or Path(folder, str(name), MANIFEST).exists()
+        self.history.add("load", {"folder": os.path.abspath(folder), "tag": name, "ours": ours})
         return result
 
     # -- the operation ------------------------------------------------------------------------------------
@@ -156,6 +152,8 @@ class End(InContext):
         return True
 
     def finish(self, outcome: Outcome) -> None:
+        if self.epoch.leads:
+            self.saves.drop_own(self.epoch.plan)
         try:
             self.epoch.transport.close()
         except EpochChanged as error:

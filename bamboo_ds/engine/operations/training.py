@@ -96,8 +96,9 @@ class Training(InContext):
         self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)
         self.iteration.steps.count_local(done["skipped"])
         self.progress.committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
-        self.ds.agg_train_loss = self.mean_loss()
-        return self.ds.agg_train_loss
+        mean = self.ds.agg_train_loss = self.mean_loss()
+        self.replay.arrive()
+        return mean
 
     # -- the operation ------------------------------------------------------------------------------------
 

@@ -90,6 +90,7 @@ class RecoveryProtocol(InContext):
             logger.info("entered epoch %d", plan.epoch)
             self.roles.follow(plan)
             self.saves.follow(plan)
+            self.progress.seen = self.progress.seen.plus(0.0, int(bool(plan.lost)))
         with self.recording.span(Kind.AGREE):
             told = self.epoch.transport.exchange(self.report().model_dump_json())
             reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}

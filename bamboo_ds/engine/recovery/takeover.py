@@ -109,6 +109,7 @@ class Takeover(InContext):
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
                 self.recover_between("at a boundary")
+            self.iteration.own.take()
         self.binding.use(self.binding.local)
         if self.progress.recovery is not None and outcome is Outcome.COMMITTED:
             self._report_recovery()

@@ -54,6 +54,9 @@ class Contribution:
         mismatches: roles whose replica failed its check here.
         consumed: checksum of each micro-batch that the first and last stages it owns have consumed, if there are any.
         drawn: checksum of what the iterator at an end of a pipeline has given, if it speaks for that end.
+        own: the epoch, if a checkpoint of the job's own is due after this iteration, from the member that leads; else
+            0.
+        writes: it could take none, since an earlier checkpoint is being written.
     """
 
     losses: Mapping[int, Sequence[float]]
@@ -62,6 +65,8 @@ class Contribution:
     mismatches: Sequence[Role] = ()
     consumed: Mapping[Role, Sequence[int]] = field(default_factory=dict)
     drawn: Mapping[Role, int] = field(default_factory=dict)
+    own: int = 0
+    writes: bool = False
 
 
 @dataclass(frozen=True)
@@ -69,7 +74,8 @@ class Committed:
     """The sum over all members: losses by pipeline, squares by norm and rank, mismatches.
 
     ``consumed`` has one entry per pipeline: the checksums of its inputs, then those of its labels, by micro-batch.
-    ``overflow``: some role's gradients overflowed. ``alike``: see :func:`alike`.
+    ``overflow``: some role's gradients overflowed. ``alike``: see :func:`alike`. ``own``: the epoch whose members take
+    a checkpoint of the job's own after the iteration, if that is so; else 0.
     """
 
     losses: tuple[tuple[float, ...], ...]
@@ -79,6 +85,7 @@ class Committed:
     consumed: tuple[tuple[int, ...], ...] = ()
     overflow: bool = False
     alike: bool | None = None
+    own: int = 0
 
     def skipped(self) -> bool:
         """Whether an optimizer that leaves out a step on overflow has done so: a norm may overflow by itself."""
@@ -128,6 +135,7 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
         parts["consumed"][role.pipeline, int(bool(role.stage))] = torch.tensor(found, dtype=torch.float64)
     parts["drawn"] = encode_drawn(layout, mine.drawn)
     parts["redundant"][0] = mine.redundant
+    parts["own"] = torch.tensor([mine.own, mine.writes], dtype=torch.float64)
     return torch.cat([part.reshape(-1) for part in parts.values()])
 
 
@@ -141,6 +149,7 @@ def _shapes(layout: Layout, form: Form) -> dict[str, tuple[int, ...]]:
         "consumed": (layout.pipelines, 2, form.accounted),  # inputs, labels
         "drawn": (2 * layout.pipelines,),
         "redundant": (1,),
+        "own": (2,),
     }
 
 
@@ -152,6 +161,7 @@ def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
         raise ProtocolError(f"commit vector of {len(vector)} numbers, expected {sum(sizes)}")
     flat = torch.tensor(vector, dtype=torch.float64).split(sizes)
     parts = {name: part.reshape(shape) for part, (name, shape) in zip(flat, shapes.items(), strict=True)}
+    own, writers = map(int, parts["own"].tolist())
     consumed = parts["consumed"].reshape(layout.pipelines, 2 * form.accounted).tolist()
     return Committed(
         losses=tuple(map(tuple, parts["losses"].tolist())),
@@ -161,6 +171,7 @@ def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
         consumed=tuple(tuple(map(int, each)) for each in consumed) if form.accounted else (),
         overflow=bool(parts["overflow"].any()),
         alike=alike(parts["drawn"].tolist()),
+        own=0 if writers else own,
     )
 
 

@@ -236,7 +236,7 @@ function drawLanes() {
       each.time,
       each.failed ? "×" : "◆",
       each.failed ? "loss" : "saved",
-      each.failed ? `checkpoint failed: ${each.failed}` : `checkpoint of step ${each.step}`,
+      each.failed ? `checkpoint failed: ${each.failed}` : `${each.own ? "own " : ""}checkpoint of step ${each.step}`,
     ]);
   if (begin === null || !width) return;
   once(box, [marks, begin, end, width], () => {

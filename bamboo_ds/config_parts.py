@@ -1,0 +1,84 @@
+"""Parts of the ``"bamboo"`` block (:mod:`bamboo_ds.config`): the modes of redundancy, checkpoints."""
+
+from __future__ import annotations
+
+import math
+from enum import Enum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class RedundancyMode(str, Enum):
+    """What a shadow computes ahead of a loss (the paper's three modes, and none at all)."""
+
+    NONE = "none"
+    LAZY = "lazy-frc-lazy-brc"
+    EAGER_FORWARD = "eager-frc-lazy-brc"
+    EAGER = "eager-frc-eager-brc"
+
+    @property
+    def replicas(self) -> bool:
+        """Whether roles have replicas at all."""
+        return self is not RedundancyMode.NONE
+
+    @property
+    def eager_forward(self) -> bool:
+        """Whether redundant forward passes run before a loss."""
+        return self in (RedundancyMode.EAGER_FORWARD, RedundancyMode.EAGER)
+
+    @property
+    def eager_backward(self) -> bool:
+        """Whether redundant backward passes run before a loss."""
+        return self is RedundancyMode.EAGER
+
+
+class ConfigPart(BaseModel):
+    """A part of the block: unknown keys are errors, and values do not change."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)
+
+
+class CheckpointConfig(ConfigPart):
+    """``bamboo.checkpoint``"""
+
+    keep: int = Field(
+        0, ge=0, description="how many of the newest checkpoints that the job wrote are kept in a folder; 0: all"
+    )
+    asynchronous: bool = Field(
+        True,
+        description="`save_checkpoint` waits only for a copy to host memory; `false`: for the complete checkpoint",
+    )
+    timeout_s: float = Field(
+        600.0, gt=0, description="seconds without any progress in its folder until a save has failed"
+    )
+    every_s: Literal["auto"] | float = Field(
+        "auto",
+        description="seconds between two checkpoints [of the job's own](../guides/checkpoints.md#the-jobs-own), which "
+        'it takes without the script; `"auto"`: as is best for the losses that it sees, at least 60; 0: none',
+    )
+    dir: str | None = Field(
+        None,
+        description="where these are kept, on a file system that all members share; `null`: where the script saves, "
+        "from its first `save_checkpoint` on",
+    )
+
+    @field_validator("every_s", mode="before")
+    @classmethod
+    def _is_an_interval(cls, value: Any) -> Any:
+        number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value != "auto" and not (number and math.isfinite(value) and value >= 0):
+            raise ValueError('it must be "auto", a number of seconds, or 0 for no checkpoints of the job\'s own')
+        return value
+
+    @field_validator("dir")
+    @classmethod
+    def _is_a_folder(cls, value: str | None) -> str | None:
+        if value is not None and not value.strip():
+            raise ValueError("it must be the path of a folder that all members share, or null")
+        return value
+
+    @property
+    def lacks_place(self) -> bool:
+        """Whether an interval is asked for, and the job has a place only once the script saves."""
+        return self.every_s != "auto" and self.every_s > 0 and self.dir is None
