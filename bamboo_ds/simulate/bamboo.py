@@ -13,6 +13,7 @@ from ..control.leader.restarts import fatal_plan
 from ..control.leader.view import View
 from ..control.registry.records import LayoutRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from ..observe import events as ev
+from ..state.intervals import LossRate, interval_s
 from ..topology import Candidate, Plan, initial_plan, with_redundancy
 from ..topology.planner import plan as best_plan
 from .market import Market
@@ -238,11 +239,22 @@ class BambooJob(SimulatedTraining):
         self._copied = set(self._built)
         self._lead()
 
-    def _save(self) -> Run:
-        # Each member writes an equal share, or what it cannot divide.
+    def _write_s(self) -> float:
+        """Of a checkpoint: each member writes an equal share, or what it cannot divide."""
         whole = sum(self._pace.parameters) * self._pace.saved
-        write_s = max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
-        yield from self._checkpoint(self._copy_s, write_s, self.plan.owners, not self._config.checkpoint.asynchronous)
+        return max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
+
+    def _interval_s(self) -> float:
+        """To the script's next checkpoint, or the job's next one of its own: a restart goes on from either."""
+        every_s = self._config.checkpoint.every_s
+        if isinstance(every_s, str):
+            seen = LossRate(seconds=self.env.now, losses=len(self.gone))
+            every_s = interval_s(self._copy_s, self._write_s(), seen.mtbf_s)
+        return min(self.terms.checkpoint_s, every_s or self.terms.checkpoint_s)
+
+    def _save(self) -> Run:
+        waits = not self._config.checkpoint.asynchronous
+        yield from self._checkpoint(self._copy_s, self._write_s(), self.plan.owners, waits)
 
     def _change(self, action: WritePlan) -> Run:
         """Enter the plan that the leader has written since the last boundary."""

@@ -14,12 +14,15 @@ MODELLED = frozenset(
         "recovery.max_restarts",
         "recovery.min_members",
         "checkpoint.asynchronous",
+        "checkpoint.every_s",
         "standby.replicas",
         *(f"topology.{name}" for name in ("blocks", "transfer_mb_per_s", "memory_limit_mb", "min_gain", "zones_apart")),
     }
 )
 #: What changes nothing of what a job trains, or when.
-NEUTRAL = frozenset({"checkpoint.keep", *(path for path in paths_by_name().values() if path.startswith("observe."))})
+NEUTRAL = frozenset(
+    {"checkpoint.keep", "checkpoint.dir", *(path for path in paths_by_name().values() if path.startswith("observe."))}
+)
 #: All others: jobs are simulated as if these had their defaults, or as the terms have it.
 NOT_MODELLED = tuple(path for path in paths_by_name().values() if path not in MODELLED | NEUTRAL)
 
