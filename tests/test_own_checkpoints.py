@@ -31,7 +31,7 @@ from bamboo_ds.topology import Layout
 
 from .support.compare import assert_computed
 from .support.faults import mark
-from .support.jobs import Result, RunningJob, run_bamboo, slow_until, write_config
+from .support.jobs import SUPPORT, TRAIN, Result, RunningJob, run_bamboo, slow_until, write_config
 from .support.precisions import BF16_ZERO
 from .support.savers import Member
 from .support.savers import members as members
@@ -224,6 +224,7 @@ def lose_a_stage(
     stages: int = 4,
     pipelines: int = 1,
     checkpoint: dict[str, Any] | None = None,
+    script: Path = TRAIN,
     **config: Any,
 ) -> Result:
     """A job in which all holders of a stage are killed some steps after a checkpoint of its own; it ends soon after.
@@ -233,7 +234,7 @@ def lose_a_stage(
     struck = folder / "struck"
     file = write_config(folder, {"checkpoint": {"every_s": 0.7, **(checkpoint or {})}}, 4, **config)
     command = ["--stages", str(stages), *arguments, *slow_until(struck, 0.2)]
-    with RunningJob(folder, stages * pipelines, command, file) as job:
+    with RunningJob(folder, stages * pipelines, command, file, script) as job:
         job.wait_for("the first step", lambda: bool(job.events("step")))
         workers = {m["slot"]: m["pid"] for m in job.status()["members"]}
         job.wait_for("a checkpoint of its own", lambda: max(saved(job), default=0) > after)
@@ -294,6 +295,19 @@ def test_two_pipelines_and_a_place_of_their_own(
     result = lose_a_stage(tmp_path, (0, 1, 2, 3), arguments, stages=3, pipelines=2, checkpoint=place, **precision)
     assert_computed(result, reference(3, 2, 4, *arguments, *result.length, own=True, **precision))
     assert not (tmp_path / "checkpoints").exists() and len(list_own(tmp_path / "own")) <= 2
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    "script", ["train_like_megatron", pytest.param("train_script_state", marks=pytest.mark.exhaustive)]
+)
+def test_scripts_of_others_compute_the_same(tmp_path: Path, reference: Reference, script: str) -> None:
+    """They evaluate, and set rates and weights; what is done again is the same, too."""
+    file = SUPPORT / f"{script}.py"
+    result = lose_a_stage(tmp_path, (1, 2), checkpoint={"dir": str(tmp_path / "own")}, script=file)
+    undisturbed = reference(4, 1, 4, *result.length, own=True, script=file)
+    told = [{(event["step"], event["loss"]) for event in run.events("step")} for run in (result, undisturbed)]
+    assert told[0] == told[1]
 
 
 @pytest.mark.integration
