@@ -59,4 +59,4 @@ class IterationParts:
         self.redundant = RedundantPasses(context, supply, self.passes, self.boundaries, self.checks, measures)
         self.commits = Commits(context, supply, saves, self.checks, self.constructions)
         self.steps = Steps(context, generators)
-        self.replication = Replication(context, self.boundaries, self.steps, self.constructions)
+        self.replication = Replication(context, self.boundaries, self.checks, self.steps, self.constructions)

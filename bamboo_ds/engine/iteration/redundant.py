@@ -1,4 +1,4 @@
-"""Redundant passes: what shadows compute of their roles in the bubbles of the pipeline."""
+"""What shadows do in the bubbles of the pipeline: steps of replicas that are pending, and redundant passes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,10 @@ logger = logging.getLogger("bamboo_ds")
 
 @dataclass(eq=False)
 class RedundantPasses(InContext):
-    """Runs redundant passes while the member would be idle, and as long as there is memory for what they keep."""
+    """Does what shadows have to do while the member would be idle.
+
+    Steps of the iteration before come first. Redundant passes run as long as there is memory for what they keep.
+    """
 
     supply: BatchSupply
     passes: Passes
@@ -43,7 +46,7 @@ class RedundantPasses(InContext):
         self._exhausted = False
 
     def fill_bubble(self, awaits: str, buffer_id: int | None, role: Role | None) -> None:
-        """Run redundant passes until the message that the next instruction receives is there or expected.
+        """Do what there is until the message that the next instruction receives is there or expected.
 
         Args:
             awaits: ``activation``, ``grad`` or ``replica``.
@@ -55,6 +58,9 @@ class RedundantPasses(InContext):
         if awaits == "replica":
             assert role is not None
             lane, place = lanes.replica(role, self.epoch.member), (role, awaits, None)
+            replica = self.binding.runtimes.get(role)
+            if replica is not None and replica.pending is not None:
+                self.run(replica, "step")  # the next one follows
         else:
             coming = self.boundaries.incoming(awaits)
             assert coming is not None and buffer_id is not None
@@ -71,14 +77,17 @@ class RedundantPasses(InContext):
             self.run(replica, kind)
 
     def run_next(self) -> None:
-        """Run what could run now, whether there is idle time or not."""
+        """Do what could be done now, whether there is idle time or not."""
         for _ in range(2 if self.mode.eager_backward else 1):
             work = self._next()
             if work is not None:
                 self.run(*work)
 
     def _next(self) -> tuple[StageRuntime, str] | None:
-        """The next redundant pass that could run now without waiting for another member."""
+        """The next pending step or redundant pass that could run now without waiting for another member."""
+        for replica in self.binding.replicas():
+            if replica.pending is not None:
+                return replica, "step"
         if not self.mode.eager_forward or self._exhausted or self.checks.rests:
             return None
         plan, transport = self.epoch.plan, self.epoch.transport
@@ -118,7 +127,14 @@ class RedundantPasses(InContext):
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
 
     def run(self, replica: StageRuntime, kind: str) -> None:
-        """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
+        """Take a pending step, or run a redundant pass.
+
+        If a pass exhausts the device's memory there are none any more in this iteration.
+        """
+        if kind == "step":
+            with self.recording.span(Kind.STEP_REPLICA, replica.role):
+                replica.catch_up()
+            return
         before, forward = self.binding.current, kind == "forward"
         m = replica.share.part.forwards if forward else replica.share.part.backwards
         told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
