@@ -1,4 +1,4 @@
-"""Optimizer steps of replicas that are taken later than their owners': before anything else counts on them."""
+"""What idle time takes off the critical path: steps of replicas, before anything counts on them, and batches."""
 
 from __future__ import annotations
 
@@ -10,13 +10,14 @@ from typing import Any
 import pytest
 import torch
 
+from bamboo_ds.engine.iteration.redundant import RedundantPasses
 from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.topology import Plan, Role
 
 from .support.precisions import BF16, FP16
-from .support.simulated_engine import Spec, World
+from .support.simulated_engine import Spec, World, state_of
 from .support.surviving import Reference, fault, survive
 from .test_takeover_cuts import LINE, check, every_loss, simulated, undisturbed
 
@@ -92,8 +93,8 @@ def test_a_step_that_is_forgotten_is_found(monkeypatch: pytest.MonkeyPatch) -> N
         self.pending = None
 
     monkeypatch.setattr(StageRuntime, "catch_up", forgetting)
-    with pytest.raises(AssertionError):
-        check(World(LINE, 0).run())
+    with pytest.raises(AssertionError, match=r"differs|m\d"):
+        state_of(World(LINE, 0).run())
 
 
 def test_a_step_goes_by_what_held_in_its_iteration(taken: Counter[str]) -> None:
@@ -150,3 +151,22 @@ def test_replicas_that_are_looked_at_step_at_once(monkeypatch: pytest.MonkeyPatc
     for spec in (Spec(pipelines=2, stages=2, sharded=True), Spec(checked=LINE.iterations)):
         check(World(spec, 0).run())
     assert not late
+
+
+@pytest.mark.parametrize(
+    "spec", [LINE, Spec(mode=LAZY), Spec(dataset=True), Spec(apart=0)], ids=["eager", "lazy", "data set", "apart"]
+)
+def test_batches_are_drawn_in_idle_time(spec: Spec, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each once, whenever that is, and while the script's own role is bound."""
+    draw, done = RedundantPasses._draw, Counter[bool]()
+
+    def counting(self: RedundantPasses, *place: Any) -> bool:
+        done[found := draw(self, *place)] += 1
+        return found
+
+    monkeypatch.setattr(RedundantPasses, "_draw", counting)
+    for seed in range(3):
+        check(World(spec, seed).run())
+    for world in every_loss(spec, 0, "m1", step=8):
+        check(world)
+    assert done[True] > 3 and done[False] > 3

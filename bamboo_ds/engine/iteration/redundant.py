@@ -1,4 +1,4 @@
-"""What shadows do in the bubbles of the pipeline: steps of replicas that are pending, and redundant passes."""
+"""What members do in the bubbles of the pipeline: draw batches; pending steps and redundant passes of replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..data.supply import BatchSupply
 from ..stage.runtime import StageRuntime
 from .boundaries import Boundaries, as_leaves
 from .exactness import ExactChecks
-from .measures import Measures
+from .measures import DRAWING, Measures
 from .passes import Passes
 from .recomputing import counting_saved_bytes, default_budget, release_cache
 
@@ -27,9 +27,10 @@ logger = logging.getLogger("bamboo_ds")
 
 @dataclass(eq=False)
 class RedundantPasses(InContext):
-    """Does what shadows have to do while the member would be idle.
+    """Does what there is to do while the member would be idle.
 
-    Steps of the iteration before come first. Redundant passes run as long as there is memory for what they keep.
+    Batches that its own passes need come first, then steps of the iteration before. Redundant passes run as long as
+    there is memory for what they keep.
     """
 
     supply: BatchSupply
@@ -67,6 +68,8 @@ class RedundantPasses(InContext):
             lane, place = coming, self.boundaries.place(awaits, buffer_id)
         begin = self.boundaries.begin_wait(place)
         while not self.epoch.transport.ready(lane):
+            if self._draw(place, begin):
+                continue
             work = self._next()
             if work is None:
                 return
@@ -75,6 +78,16 @@ class RedundantPasses(InContext):
             if not self.measures.idle.fits(place, time.monotonic() - begin, duration):
                 return
             self.run(replica, kind)
+
+    def _draw(self, place: Hashable, begin: float) -> bool:
+        """Draw a batch if there is one to be drawn later, and time for it; whether it has."""
+        batches, idle = self.supply.lacking(self.ds.micro_batches), self.measures.idle
+        if batches is None or not idle.fits(place, time.monotonic() - begin, idle.duration(DRAWING)):
+            return False
+        begin = time.perf_counter()
+        batches.draw_next()
+        idle.record(DRAWING, time.perf_counter() - begin)
+        return True
 
     def run_next(self) -> None:
         """Do what could be done now, whether there is idle time or not."""
