@@ -39,7 +39,7 @@ WARM_UP = 3
 TITLE = "Iteration time against stock DeepSpeed (EMULATED devices)"
 CAPTION = (
     "emulated: layers hold their device without using the CPU; against: ratio to the other checkout, or to the mode "
-    "without timeline; FRC: share of "
+    "without timeline; CPU: seconds of processors per iteration and worker against stock; FRC: share of "
     "redundant forwards that ran, room: share for which the idle time before a stage's last backward is long enough"
 )
 
@@ -91,7 +91,8 @@ MODES = (
 class Figures:
     """One mode at one (stages, micro-batches); seconds are medians over runs of medians over iterations.
 
-    ``against`` is the ratio to the same mode in another version of the project, or without a timeline.
+    ``against`` is the ratio to the same mode in another version of the project, or without a timeline. ``stock_cpu_s``
+    and ``mode_cpu_s`` are seconds of processors per iteration and worker.
     """
 
     stages: int
@@ -106,6 +107,8 @@ class Figures:
     coverage_bound: float
     limit: float | None
     reached: bool | None
+    stock_cpu_s: float
+    mode_cpu_s: float
     against: float | None = None
 
 
@@ -149,7 +152,7 @@ class Runner:
         else:
             job = run_stock(folder, workers, script, arguments, timeout_s)
         size = f"P={self._stages} D={training.pipelines} M={self._micro_batches}"
-        console.print(f"  {size} {training.name:10} {label:20} {self.seconds(job):.4f} s")
+        console.print(f"  {size} {training.name:10} {label:20} {self.seconds(job):.4f} s, CPU {self.cpu_s(job):.3f} s")
         return job
 
     def _timeout_s(self) -> float:
@@ -158,6 +161,10 @@ class Runner:
     def seconds(self, job: Job) -> float:
         """Median iteration time at rank 0."""
         return median(job.results()[0]["seconds"][WARM_UP:])
+
+    def cpu_s(self, job: Job) -> float:
+        """Seconds of processors per iteration and worker."""
+        return mean(mean(result["cpu"][WARM_UP:]) for result in job.results().values())
 
     def coverage(self, job: Job) -> float | None:
         """Share of the redundant forwards that ran, over all counted iterations; ``None`` without replicas."""
@@ -168,14 +175,18 @@ class Runner:
 
 def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], repetitions: int) -> list[Figures]:
     """Alternate stock and modes ``repetitions`` times."""
-    stock = [runner.seconds(runner.run(None))]
+    first = runner.run(None)
+    stock, stock_cpu = [runner.seconds(first)], [runner.cpu_s(first)]
+    cpu: dict[Mode, list[float]] = {mode: [] for mode in modes}
     ratios: dict[Mode, list[float]] = {mode: [] for mode in modes}
     seconds: dict[Mode, list[float]] = {mode: [] for mode in modes}
     coverage: dict[Mode, list[float | None]] = {mode: [] for mode in modes}
     for _ in range(repetitions):
         for mode in modes:
-            job = runner.run(mode)
-            stock.append(runner.seconds(runner.run(None)))
+            job, again = runner.run(mode), runner.run(None)
+            stock.append(runner.seconds(again))
+            stock_cpu.append(runner.cpu_s(again))
+            cpu[mode].append(runner.cpu_s(job))
             seconds[mode].append(runner.seconds(job))
             ratios[mode].append(seconds[mode][-1] / mean(stock[-2:]))
             coverage[mode].append(runner.coverage(job))
@@ -203,6 +214,8 @@ def compare(runner: Runner, stages: int, micro_batches: int, modes: list[Mode], 
                 coverage_bounds(stages, micro_batches, *runner.hold)[0],
                 mode.limit if target else None,
                 reached if target else None,
+                median(stock_cpu),
+                median(cpu[mode]),
             )
         )
     for row in rows:
@@ -226,6 +239,7 @@ def table(rows: list[Figures]) -> Table:
         "ratio",
         "spread",
         "against",
+        "CPU",
         "FRC",
         "room",
         "limit",
@@ -243,6 +257,7 @@ def table(rows: list[Figures]) -> Table:
             f"{row.ratio:.3f}",
             f"{min(row.ratios):.3f}..{max(row.ratios):.3f}",
             "" if row.against is None else f"{row.against:.3f}",
+            f"{row.mode_cpu_s / row.stock_cpu_s:.2f}",
             "" if row.coverage is None else f"{row.coverage:.0%}",
             "" if row.coverage is None else f"{row.coverage_bound:.0%}",
             "" if row.limit is None else f"{row.limit:.2f}",

@@ -343,6 +343,7 @@ engine, data = begin(-1)  # 2**64 - 1: where a script sets none, torch's is any 
 engine.train_batch(data)
 binding = engine._parts.binding
 local, (replica,) = binding.local, binding.replicas()
+replica.catch_up()
 assert local.verification.checksum is not None and replica.verification.checksum is not None
 for runtime in (local, replica):
     binding.use(runtime)
@@ -352,6 +353,7 @@ for runtime in (local, replica):
 binding.use(local)
 for _ in range(3):
     engine.train_batch(data)
+replica.catch_up()
 assert replica.verification.checksum is not None
 """
 

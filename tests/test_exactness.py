@@ -24,7 +24,7 @@ from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream
 from bamboo_ds.engine.iteration.exactness import ExactChecks
 from bamboo_ds.engine.iteration.facts import as_text, differences, only_rounded
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
-from bamboo_ds.engine.stage.tracing import Traces, owner_of, tensors_in
+from bamboo_ds.engine.stage.tracing import Traces, content_checksum, owner_of, tensors_in
 from bamboo_ds.errors import ConfigError, Inexact
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
@@ -348,3 +348,21 @@ def test_containers_of_layers_may_be_classes_of_their_own() -> None:
 
     one, other = torch.ones(1), torch.ones(2)
     assert tensors_in([Outputs((one, 3)), Kept(hidden=other)]) == [one, other]
+
+
+@pytest.mark.parametrize("size", [262_143, 262_144, 262_145, 1_000_003])
+def test_a_checksum_sees_each_bit_and_the_order(size: int) -> None:
+    """Also of contents so large that their rows are folded first, whole rows or not, and of another dtype."""
+    contents = torch.randn(size, generator=torch.Generator().manual_seed(1))
+    found = {content_checksum(contents)}
+    for place in (0, 1, size // 2, size - 1):
+        other = contents.clone()
+        other.view(torch.int32)[place] ^= 1 << place % 32
+        found.add(content_checksum(other))
+    row = 1 << 15
+    swapped = contents.clone()
+    swapped[:row], swapped[row : 2 * row] = contents[row : 2 * row], contents[:row]
+    found.add(content_checksum(swapped))
+    assert len(found) == 6
+    assert content_checksum(contents.view(torch.int32)) == content_checksum(contents) == content_checksum(contents, 0)
+    assert content_checksum(contents, 1) != content_checksum(contents)

@@ -38,10 +38,10 @@ class UseRole(_RoleInstruction):
 
 
 class FillBubble(PipeInstruction):
-    """Run redundant forward work as long as the message that the next instruction awaits is not there.
+    """Take pending steps of replicas, and do redundant work, while the message that is received next is not there.
 
-    Does nothing when the message is there already or no redundant forward is possible, and never waits for
-    the message itself: that is the next instruction's business.
+    Does nothing when the message is there already or nothing can be done, and never waits for the message itself: that
+    is the next instruction's business.
 
     Attributes:
         awaits: ``"activation"`` before a ``RecvActivation``, ``"grad"`` before a ``RecvGrad``,
@@ -110,4 +110,4 @@ class Commit(PipeInstruction):
 
 
 class StepReplica(_RoleInstruction):
-    """Perform on the replica of ``role`` the optimizer step that its owner performs."""
+    """Perform on the replica of ``role`` the optimizer step that its owner performs, now or when there is time."""

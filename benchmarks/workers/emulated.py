@@ -107,8 +107,8 @@ class StockTrace:
         self._file = SpanFile(path_for(folder / "events.jsonl", member), "stock", member, rank)
         self.spans: list[Any] = []
         self.step = 0
-        handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine.HANDLERS.items()}
-        type(engine).HANDLERS = handlers
+        handlers = {kind: self._timed(kind.__name__, call) for kind, call in engine._INSTRUCTION_MAP.items()}
+        type(engine)._INSTRUCTION_MAP = handlers
 
     def _timed(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
         kind = self._kind(name)
@@ -142,7 +142,7 @@ def ended(file: Path, step: int) -> bool:
 
 
 def main() -> None:
-    """Train and leave the seconds of every iteration in ``result-<rank>.json``."""
+    """Train and leave the seconds of every iteration, and those of processors, in ``result-<rank>.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, required=True)
@@ -183,17 +183,18 @@ def main() -> None:
     data = batches(engine.train_micro_batch_size_per_gpu(), boundary) if ends else None
     rank = torch.distributed.get_rank()
     trace = StockTrace(engine, arguments.out, rank) if arguments.trace else None
-    seconds = []
+    seconds, cpu = [], []
     for _ in range(arguments.steps):
-        begin = time.perf_counter()
+        begin, used = time.perf_counter(), time.process_time()
         with trace.iteration() if trace else nullcontext():
             engine.train_batch(data_iter=data)
         seconds.append(time.perf_counter() - begin)
+        cpu.append(time.process_time() - used)
         if arguments.stop_file and ended(arguments.stop_file, engine.global_steps):
             break
     if trace:
         trace.save()
-    result = {"seconds": seconds, "cpu_seconds": time.process_time()}
+    result = {"seconds": seconds, "cpu": cpu, "cpu_seconds": time.process_time()}
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))
 
 

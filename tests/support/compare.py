@@ -31,8 +31,9 @@ def differences(a: Any, b: Any, path: str = "") -> list[str]:
 def assert_same_states(result: Result, reference: Result) -> None:
     """Parameters, buffers, optimizer state, learning rates and counters of every role, and of every replica."""
     roles, replicas = reference.roles(), result.replicas()
-    assert differences(roles, result.roles()) == []
-    assert differences({role: roles[role] for role in replicas}, replicas) == []
+    for expected, found in ((roles, result.roles()), ({role: roles[role] for role in replicas}, replicas)):
+        differing = differences(expected, found)
+        assert not differing, differing[:10]
 
 
 def assert_computed(result: Result, reference: Result) -> None:

@@ -163,6 +163,7 @@ def dump(
     else:
         binding = parts.binding
         for runtime in binding.runtimes.values():
+            runtime.catch_up()
             binding.use(runtime)
             (roles if runtime.owned else replicas)[runtime.role.pipeline, runtime.role.stage] = state_of(engine)
             results["compiled"] = results.get("compiled", True) and compiled(engine)

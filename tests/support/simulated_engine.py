@@ -159,6 +159,7 @@ class Member(Parts):
             timers=None,
             gradient_clipping=lambda: CLIPPING,
             train_batch_size=lambda: 1,
+            _config=SimpleNamespace(train_batch_size=1, gradient_clipping=CLIPPING),
             monitor=SimpleNamespace(enabled=False),
             checkpoint_engine=SimpleNamespace(save=_nothing),
             _parts=self,
@@ -701,8 +702,9 @@ def state_of(world: World) -> dict[Role, dict[str, torch.Tensor]]:
     found: dict[Role, dict[str, torch.Tensor]] = {}
     replicas = []
     for member in world.survivors():
-        member.binding.refresh()
         for role, runtime in member.binding.runtimes.items():
+            runtime.catch_up()
+            member.binding.refresh()
             state = {name: tensor.detach().clone() for name, tensor in runtime.named_tensors()}
             assert runtime.attributes["global_steps"] == world.spec.iterations, (member.name, role)
             if not runtime.owned:

@@ -221,9 +221,23 @@ class PipelineBatches:
         if self._source.iterator is not None and self._in_use() and not self._source.shared:
             self._draw(micro_batches)
 
+    @property
+    def drawn(self) -> int:
+        """How many batches this member has drawn in this operation."""
+        return len(self._drawn)
+
+    def lacks(self, micro_batches: int) -> bool:
+        """Whether this member has yet to draw some of so many batches, and will in any case."""
+        source = self._source
+        return source.iterator is not None and self.drawn < micro_batches and (self.drawn > 0 or not source.shared)
+
+    def draw_next(self) -> None:
+        """Draw one that is needed later."""
+        self._draw(self.drawn + 1)
+
     def complete(self, micro_batches: int) -> None:
         """A source draws what it has not needed, so that all sources consume the same number of batches."""
-        if self._source.iterator is not None and (self._drawn or not self._source.shared):
+        if self.lacks(micro_batches):
             self._draw(micro_batches)
 
     def end(self, micro_batches: int) -> None:

@@ -204,6 +204,10 @@ class BatchSupply(InContext):
             if eager(pipeline):
                 batches.draw_ahead(micro_batches)
 
+    def lacking(self, micro_batches: int) -> PipelineBatches | None:
+        """Batches of a pipeline, some of which this member has yet to draw."""
+        return next((batches for batches in self._pipelines.values() if batches.lacks(micro_batches)), None)
+
     def complete(self, micro_batches: int) -> None:
         """See :meth:`~.batches.PipelineBatches.complete`."""
         for batches in self._pipelines.values():

@@ -45,6 +45,9 @@ class Division(InContext):
         if progress is None:
             progress = beginning(plan)
         members = self.boundaries.hosts = hosts(plan, progress)
+        for role, runtime in self.binding.runtimes.items():
+            if not runtime.owned and member in members[plan.world.rank(role)]:
+                runtime.catch_up()  # before it computes a part of the role
         self.binding.refresh()
         for role, runtime in self.binding.runtimes.items():
             parts, computers = progress[role].parts, members[plan.world.rank(role)]

@@ -25,6 +25,9 @@ from .recomputing import counting_saved_bytes
 TOLERANCE_SHARE = 0.05
 TOLERANCE_S = 0.0005
 
+#: As what the drawing of a batch is known.
+DRAWING = "drawing"
+
 #: How many of the latest measurements count; the shortest decides.
 _MEMORY = 5
 #: Weight of the newest duration of a pass.

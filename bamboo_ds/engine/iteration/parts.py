@@ -65,4 +65,4 @@ class IterationParts:
         self.own = OwnCheckpoints(context, saves)
         self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
         self.steps = Steps(context, generators)
-        self.replication = Replication(context, self.boundaries, self.steps, self.constructions)
+        self.replication = Replication(context, self.boundaries, self.checks, self.steps, self.constructions)

@@ -22,7 +22,7 @@ from ..stage.runtime import StageRuntime
 from ..stage.tracing import payload_checksum, tensors_in
 from .exactness import ExactChecks
 from .generators import RoleGenerators
-from .measures import Measures
+from .measures import DRAWING, Measures
 from .recomputing import begin_forward
 from .slices import SlicedPasses
 from .sums import PartialSums
@@ -70,7 +70,11 @@ class Passes(InContext):
         """
         runtime = self.binding.current
         first, last = self._at_ends(runtime)
-        drawn = self.supply[runtime.role.pipeline].batch(buffer_id, first, last)
+        batches = self.supply[runtime.role.pipeline]
+        before, begin = batches.drawn, time.perf_counter()
+        drawn = batches.batch(buffer_id, first, last)
+        if batches.drawn == before + 1:
+            self.measures.idle.record(DRAWING, time.perf_counter() - begin)
         batch = self._batch = self.slices.processed(drawn)
         if self.progress.checksums and not self.progress.evaluating:
             runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))

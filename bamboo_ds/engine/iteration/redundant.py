@@ -1,4 +1,4 @@
-"""Redundant passes: what shadows compute of their roles in the bubbles of the pipeline."""
+"""What members do in the bubbles of the pipeline: draw batches; pending steps and redundant passes of replicas."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..data.supply import BatchSupply
 from ..stage.runtime import StageRuntime
 from .boundaries import Boundaries, as_leaves
 from .exactness import ExactChecks
-from .measures import Measures
+from .measures import DRAWING, Measures
 from .passes import Passes
 from .recomputing import counting_saved_bytes, default_budget, release_cache
 from .sums import PartialSums
@@ -28,7 +28,11 @@ logger = logging.getLogger("bamboo_ds")
 
 @dataclass(eq=False)
 class RedundantPasses(InContext):
-    """Runs redundant passes while the member would be idle, and as long as there is memory for what they keep."""
+    """Does what there is to do while the member would be idle.
+
+    Batches that its own passes need come first, then steps of the iteration before. Redundant passes run as long as
+    there is memory for what they keep.
+    """
 
     supply: BatchSupply
     passes: Passes
@@ -45,7 +49,7 @@ class RedundantPasses(InContext):
         self._exhausted = False
 
     def fill_bubble(self, awaits: str, buffer_id: int | None, role: Role | None) -> None:
-        """Run redundant passes until the message that the next instruction receives is there or expected.
+        """Do what there is until the message that the next instruction receives is there or expected.
 
         Args:
             awaits: ``activation``, ``grad`` or ``replica``.
@@ -57,12 +61,17 @@ class RedundantPasses(InContext):
         if awaits == "replica":
             assert role is not None
             lane, place = lanes.replica(role, self.epoch.member), (role, awaits, None)
+            replica = self.binding.runtimes.get(role)
+            if replica is not None and replica.pending is not None:
+                self.run(replica, "step")  # the next one follows
         else:
             coming = self.boundaries.incoming(awaits)
             assert coming is not None and buffer_id is not None
             lane, place = coming, self.boundaries.place(awaits, buffer_id)
         begin = self.boundaries.begin_wait(place)
         while not self.epoch.transport.ready(lane):
+            if self._draw(place, begin):
+                continue
             work = self._next()
             if work is None:
                 return
@@ -72,15 +81,28 @@ class RedundantPasses(InContext):
                 return
             self.run(replica, kind)
 
+    def _draw(self, place: Hashable, begin: float) -> bool:
+        """Draw a batch if there is one to be drawn later, and time for it; whether it has."""
+        batches, idle = self.supply.lacking(self.ds.micro_batches), self.measures.idle
+        if batches is None or not idle.fits(place, time.monotonic() - begin, idle.duration(DRAWING)):
+            return False
+        begin = time.perf_counter()
+        batches.draw_next()
+        idle.record(DRAWING, time.perf_counter() - begin)
+        return True
+
     def run_next(self) -> None:
-        """Run what could run now, whether there is idle time or not."""
+        """Do what could be done now, whether there is idle time or not."""
         for _ in range(2 if self.mode.eager_backward else 1):
             work = self._next()
             if work is not None:
                 self.run(*work)
 
     def _next(self) -> tuple[StageRuntime, str] | None:
-        """The next redundant pass that could run now without waiting for another member."""
+        """The next pending step or redundant pass that could run now without waiting for another member."""
+        for replica in self.binding.replicas():
+            if replica.pending is not None:
+                return replica, "step"
         if not self.mode.eager_forward or self._exhausted or self.checks.rests:
             return None
         plan, transport = self.epoch.plan, self.epoch.transport
@@ -124,7 +146,14 @@ class RedundantPasses(InContext):
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
 
     def run(self, replica: StageRuntime, kind: str) -> None:
-        """Run a redundant pass. If it exhausts the device's memory there are none any more in this iteration."""
+        """Take a pending step, or run a redundant pass.
+
+        If a pass exhausts the device's memory there are none any more in this iteration.
+        """
+        if kind == "step":
+            with self.recording.span(Kind.STEP_REPLICA, replica.role):
+                replica.catch_up()
+            return
         before, forward = self.binding.current, kind == "forward"
         m = replica.share.part.forwards if forward else replica.share.part.backwards
         told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD

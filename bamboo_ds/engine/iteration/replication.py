@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,8 +16,10 @@ from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction, Kept
 from ..stage.commit import Measured
 from ..stage.runtime import StageRuntime
+from ..stage.schedulers import SchedulerPosition
 from ..stage.work import Results
 from .boundaries import Boundaries
+from .exactness import ExactChecks
 from .steps import Steps
 
 #: How many of the tensors that differ are named.
@@ -88,6 +91,7 @@ class Replication(InContext):
     """
 
     boundaries: Boundaries
+    checks: ExactChecks
     steps: Steps
     constructions: dict[Role, Construction]
     mismatches: Mismatches = field(init=False)
@@ -119,7 +123,12 @@ class Replication(InContext):
             self.epoch.transport.send(lane, self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
-        """Receive the same of ``role``, and compare its replica with the owner where it is time."""
+        """Receive the same of ``role``, and compare its replica with the owner where it is time.
+
+        The step of the iteration before is taken first, so that both have taken the same.
+        """
+        if role not in self.constructions:
+            self.binding.runtimes[role].catch_up()
         lane = self.epoch.lanes.replica(role, self.epoch.member)
         payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None))
         told = StepMessage(**from_message(payload))
@@ -174,31 +183,76 @@ class Replication(InContext):
         )
 
     def step(self, role: Role) -> None:
-        """The step of ``role``'s replica; one under construction does it later."""
-        construction = self.constructions.get(role)
-        if construction is None:
-            self.steps.step_replica(self.binding.runtimes[role])
-            return
-        if construction.incoming is None:
-            return  # the snapshot is taken after this iteration, and contains it
-        (reduced, layers, trained), construction.incoming = construction.incoming, None
-        sequence, agreed, before = self.progress.sequence, self.progress.agreed, self.progress.position
-        assert before is not None
+        """The step of ``role``'s replica: it is pending until there is time for it, or need; see :meth:`_defers`.
 
-        def repeat(runtime: StageRuntime) -> None:
-            if construction.follows:
-                before.restore(runtime)
-            runtime.results = Results(reduced=reduced, layers=layers)
+        One under construction takes it when it has those before.
+        """
+        construction, before = self.constructions.get(role), self.progress.position
+        assert before is not None
+        if construction is None:
+            replica = self.binding.runtimes[role]
+            if not self._defers(replica, before):
+                self.steps.step_replica(replica)
+                return
+            positions = before, SchedulerPosition.of(self.binding.local)
+            replica.pending = self._late(replica.results, [], lambda: positions)
+        elif construction.incoming is not None:  # else the snapshot is taken after this iteration, and contains it
+            (reduced, layers, trained), construction.incoming = construction.incoming, None
+            sequence, known, building = self.progress.sequence, construction.positions, construction
+            found = Results(reduced=reduced, layers=layers)
+            late = self._late(found, trained, lambda: (before, known[sequence]) if building.follows else None)
+            construction.kept.append(Kept(sequence, late))
+
+    def _defers(self, replica: StageRuntime, before: SchedulerPosition) -> bool:
+        """Whether ``replica`` may take a step later: nothing looks at it until it catches up.
+
+        Not where the script looks at it, where it computes a part of the stage, where members exchange shards after a
+        step, or compare what they have after each. Nor where its scheduler, which may go by what the script has counted
+        so far, cannot be given the position of this member's own.
+
+        Args:
+            before: position of this member's own scheduler before the step.
+        """
+        local, layout = self.binding.local, self.epoch.layout
+        if layout.slices > 1 or layout.sharded or self.checks.on or self.epoch.plan.lending(replica.role) is not None:
+            return False
+        if not local.owned:  # another member tells the script where its scheduler stands
+            return False
+        self.binding.refresh()
+        return SchedulerPosition.of(replica) == before
+
+    def _late(
+        self,
+        results: Results,
+        trained: list[bool],
+        positions: Callable[[], tuple[SchedulerPosition, SchedulerPosition] | None],
+    ) -> Callable[[StageRuntime], None]:
+        """The step of this iteration, to be taken when others may have gone on from it.
+
+        Args:
+            results: of the iteration, from the owner.
+            trained: which parameters are trainable, if that has changed.
+            positions: of this member's own scheduler before and after the step, if the replica's has the same.
+        """
+        agreed, settings = self.progress.agreed, self.ds.step_settings()
+
+        def step(runtime: StageRuntime) -> None:
+            known, begin = positions(), time.perf_counter()
+            if known is not None:
+                known[0].assure(runtime)
             if trained:
                 runtime.train_only(trained)
-            committed, self.progress.committed = self.progress.committed, agreed
-            self.steps.repeat(runtime)
-            self.progress.committed = committed
-            runtime.results = Results()
-            if construction.follows:
-                construction.positions[sequence].restore(runtime)
+            own, committed = runtime.results, self.progress.committed
+            runtime.results, self.progress.committed = results, agreed
+            # A script may evaluate in inference mode, and reduce tensors of its own.
+            with torch.inference_mode(False), self.ds.with_step_settings(settings):
+                self.steps.step_replica(runtime)
+            runtime.results, self.progress.committed = own, committed
+            if known is not None:
+                known[1].assure(runtime)
+            self.boundaries.idle.record((runtime.role, "step"), time.perf_counter() - begin)
 
-        construction.kept.append(Kept(sequence, repeat))
+        return step
 
     def exchange_shards(self) -> None:
         """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.

@@ -41,12 +41,6 @@ class Steps(InContext):
             self.ds.quiet_step()
             self._note_checksum(runtime)
 
-    def repeat(self, runtime: StageRuntime) -> None:
-        """The step of an iteration that the others have done already, for a replica under construction."""
-        with self.binding.bound(runtime):
-            self._apply_reduced(runtime)
-            self.ds.quiet_step()
-
     def take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed takes the step of the bound role."""
         runtime = self.binding.current

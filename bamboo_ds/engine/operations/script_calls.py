@@ -172,6 +172,7 @@ class ScriptCalls(InContext):
             return False  # what the others did long ago: copies that this member gets have it
         for runtime in self.binding.runtimes.values():
             if runtime is not local:
+                runtime.catch_up()
                 if not self.progress.behind:
                     changed.check(runtime)
                 changed.give(runtime)

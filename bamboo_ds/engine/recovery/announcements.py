@@ -23,6 +23,7 @@ from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..script.assigned import fingerprint
 from ..stage.layers import Changes
+from ..stage.runtime import StageRuntime
 from .reports import Reports
 
 logger = logging.getLogger("bamboo_ds")
@@ -62,7 +63,6 @@ class Announcements(InContext):
         """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
         if not self.epoch.begun:
             return
-        self.binding.refresh()
         for replica in self.binding.replicas():
             lane = self.epoch.lanes.to(Stream.TOLD, replica.role, self.epoch.member)
             for _, told in self.epoch.transport.take(lane) if lane else ():
@@ -71,13 +71,18 @@ class Announcements(InContext):
                 self.progress.told_assigned[replica.role] = sequence, assigned
                 if changed:
                     replica.layers.changes.note(step)
-                if not trained:
-                    continue
-                replica.trained = now = [bool(each) for each in trained]
-                if step <= self.progress.steps and now != replica.trains():
-                    replica.begin_again()  # its passes did not know of it
-                    replica.train_only(now)
-        self.binding.reload()
+                if trained:
+                    self._freeze(replica, [bool(each) for each in trained], step)
+
+    def _freeze(self, replica: StageRuntime, trained: list[bool], step: int) -> None:
+        """A lost owner has trained only these parameters of ``replica`` in the iteration after ``step`` others."""
+        replica.trained = trained
+        if step <= self.progress.steps and trained != replica.trains():
+            replica.catch_up()
+            self.binding.refresh()
+            replica.begin_again()  # its passes did not know of it
+            self.binding.reload()
+            replica.train_only(trained)
 
     def check(self, plan: Plan, reports: Reports, decision: Decision) -> None:
         """Stages that scripts change between two operations: a member that takes one over does not do so.

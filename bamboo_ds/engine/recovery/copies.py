@@ -22,6 +22,7 @@ from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import SchedulerPosition
+from ..stage.work import Verification
 from .reports import Reports, all_at_boundary
 
 logger = logging.getLogger("bamboo_ds")
@@ -79,6 +80,7 @@ class Copies(InContext):
             runtime.layers.tensors.settle()
 
         if role in self.binding.runtimes:
+            self.binding.runtimes[role].catch_up()
             follow(self.binding.runtimes[role])
         elif role in self.constructions:
             self.constructions[role].kept.append(Kept(self.progress.sequence, follow))
@@ -216,7 +218,8 @@ class Copies(InContext):
         role, runtime = construction.role, construction.runtime
         assert runtime is not None
         self.binding.runtimes[role] = runtime
-        runtime.owned, runtime.verification.valid, runtime.stale = False, True, self.epoch.layout.sharded
+        runtime.owned, runtime.stale = False, self.epoch.layout.sharded
+        runtime.verification = Verification()  # its last step may have lacked the shards of others
         self._remove(construction)
         logger.info("the replica of role %s is complete", role)
         self.epoch.channel.event(

@@ -53,6 +53,9 @@ class RoleTransfer(InContext):
             if runtime is None or not runtime.usable:
                 runtime = self._clone(role, plan)
             if not runtime.owned:
+                if runtime.pending is not None:
+                    logger.info("role %s has yet to take the step of the last iteration", role)
+                    runtime.catch_up()
                 logger.warning("taking over role %s with %d forwards done", role, runtime.share.part.forwards)
                 runtime.owned, runtime.share.helps = True, False
                 self.progress.taken_over.add(role)
@@ -78,6 +81,7 @@ class RoleTransfer(InContext):
         lost, checkpoint = [(role.pipeline, role.stage)], self.epoch.job.newest_checkpoint(plan)
         if source is None:
             raise FatalLoss(lost, plan.lost, checkpoint)
+        source.catch_up()
         kept = source.layers.kept()
         if kept:
             what = f"what layers keep besides parameters ({', '.join(kept[:_NAMED])})"

@@ -218,6 +218,7 @@ def capture(runtime: StageRuntime) -> Tree:
 
 def restore(runtime: StageRuntime, state: Tree) -> None:
     """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
+    runtime.pending = None  # of the state before
     parameters = list(runtime.module.parameters())
     if len(parameters) != len(state["parameters"]):
         raise ProtocolError(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
@@ -155,6 +156,21 @@ class DeepSpeedAdapter:
         self.engine._force_grad_boundary = True
         self.engine._take_model_step(None)
         self.engine._force_grad_boundary = False
+
+    def step_settings(self) -> dict[str, Any]:
+        """What steps go by that is not bound to a role; scripts may change it between two iterations."""
+        return {name: getattr(self.engine._config, name) for name in ("train_batch_size", "gradient_clipping")}
+
+    @contextmanager
+    def with_step_settings(self, settings: Mapping[str, Any]) -> Iterator[None]:
+        """In the body steps go by what :meth:`step_settings` gave."""
+        own = vars(self.engine._config)
+        now = {name: own[name] for name in settings}
+        own.update(settings)
+        try:
+            yield
+        finally:
+            own.update(now)
 
     def take_model_step(self, lr_kwargs: Any) -> None:
         """The step itself: clipping (the engine's ``clip_fp32_gradients``), optimizer, scheduler, counters."""

@@ -7,7 +7,7 @@ bamboo job holds several roles, its own and the replica of another. Each has a :
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -80,6 +80,7 @@ class StageRuntime:
         verification: whether a replica equals its owner.
         trained: which parameters are trainable, where the script has changed that since the last iteration.
         stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
+        pending: the step of the last iteration, where a replica has yet to take it; see :meth:`catch_up`.
     """
 
     role: Role
@@ -94,6 +95,7 @@ class StageRuntime:
     verification: Verification = field(default_factory=Verification, init=False)
     trained: list[bool] | None = field(default=None, init=False)
     stale: bool = field(default=False, init=False)
+    pending: Callable[[StageRuntime], None] | None = field(default=None, init=False)
 
     def __post_init__(self) -> None:
         self.share = Share(self.blocks, {})
@@ -118,10 +120,17 @@ class StageRuntime:
 
     def train_only(self, trained: Sequence[bool]) -> None:
         """Make those parameters trainable that :meth:`trains` said are so elsewhere, and no others."""
+        self.catch_up()  # a step goes by what was trainable in its iteration
         for parameter, trains in zip(self.module.parameters(), trained, strict=False):
             parameter.requires_grad_(trains)
             if not trains:
                 parameter.grad = None  # of redundant passes that did not know of it
+
+    def catch_up(self) -> None:
+        """Take the step that is pending, if there is one: before what is here counts as the role's state."""
+        step, self.pending = self.pending, None
+        if step is not None:
+            step(self)
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Parameters, then buffers, then tensors of the optimizer state in a fixed order."""

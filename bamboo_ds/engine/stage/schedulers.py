@@ -212,6 +212,11 @@ class SchedulerPosition:
         state = copy.deepcopy(portable(scheduler.state_dict())) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
+    def assure(self, runtime: Scheduled) -> None:
+        """The same as :meth:`restore`, where ``runtime`` is not there already."""
+        if SchedulerPosition.of(runtime) != self:
+            self.restore(runtime)
+
     def restore(self, runtime: Scheduled) -> None:
         """Restore this position into ``runtime``, whose optimizer has as many groups."""
         optimizer = runtime.attributes["basic_optimizer"]
