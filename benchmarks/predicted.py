@@ -311,8 +311,9 @@ class Recording:
                 yield at_s + before_s, what, fault["target"].removeprefix("node:")
 
     def _profile(self) -> Profile:
-        """Layers by the passes that were recorded; a step ends with the updates of own and shadowed stages."""
+        """Layers by the passes that were recorded; a step ends with the updates of own stages, with ZeRO of replicas."""
         work, layers = self.work, self.work["layers"] // self.stages
+        zero = "zero_optimization" in work["settings"]
         forward_s, backward_s, end_s = self.parts_s
         return Profile(
             name="emulated",
@@ -322,7 +323,7 @@ class Recording:
                     count=work["layers"],
                     forward_s=forward_s / layers,
                     backward_s=backward_s / layers,
-                    update_s=end_s / layers / 2,
+                    update_s=end_s / layers / (2 if zero else 1),  # replicas take theirs later, but with ZeRO
                     parameters=_PARAMETERS,
                 ),
             ),
@@ -330,7 +331,7 @@ class Recording:
             global_batch=work["micro_batches"] * work["size"] * self.pipelines,
             stages=self.stages,
             precision="bf16" if work["settings"].get("bf16") else "fp32",
-            zero="zero_optimization" in work["settings"],
+            zero=zero,
         )
 
     def _message_ms(self, profile: Profile, terms: dict[str, float], block: dict[str, Any]) -> float:

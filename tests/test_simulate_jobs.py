@@ -94,7 +94,8 @@ def test_restarts_in_a_row_that_get_nowhere_are_counted(checkpoint_s: float, mos
         member = "n1" if number == 1 else f"x{number - 1}"
         changes += [(200.0 * number + 301, "remove", member), (200.0 * number + 301.001, "add", f"x{number}")]
     market = nodes(2, 3000, (0.5, "remove", "n0"), *changes)
-    config = {"recovery": {"max_restarts": 3}, "redundancy": {"mode": "none"}}
+    own = {"checkpoint": {"every_s": 0}}
+    config = {"recovery": {"max_restarts": 3}, "redundancy": {"mode": "none"}, **own}
     terms = FREE.model_copy(update={"checkpoint_s": checkpoint_s})
     done = simulation(market, model(pipelines=1), terms, config=parse_block(config)).job("bamboo", market, 0).simulate()
     if most is None:

@@ -271,7 +271,7 @@ class Pace:
     # -- the end of an iteration --------------------------------------------------------------------------
 
     def epilogue(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of the slowest member for its gradients (over pipelines, and to replicas), and of its update."""
+        """Seconds of the slowest member for its gradients (over pipelines, and to replicas), and of its updates."""
         pipelines, network = self.layout.pipelines, self.terms.network_gb_s * 1e9
         reduced: dict[str, dict[int, float]] = defaultdict(dict)
         sent: dict[str, float] = defaultdict(float)
@@ -291,7 +291,8 @@ class Pace:
             for member in followers[rank]:
                 sent[owner] += size
                 received[member] += size
-                update[member] += self._update[stage]
+                if self.layout.sharded:  # else it takes the step in idle time of the next iteration
+                    update[member] += self._update[stage]
         gradients = max(sum(each.values()) for each in reduced.values())
         copies = max((max(sent[member], received[member]) for member in (*sent, *received)), default=0.0)
         latency = (2 * (pipelines - 1) + bool(followers)) * self.terms.message_ms / 1000
