@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 
 from bamboo_ds.config import parse_block
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
+from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable
@@ -167,3 +169,15 @@ def test_sums_are_laid_out_as_autograd_has_them() -> None:
         assert parameter.grad.stride() == before.stride() and torch.equal(parameter.grad, before)
     optimizer.accumulate_on(parameters, [None, None])
     assert optimizer.accumulated(parameters) == [None, None]
+
+
+def test_sums_of_zero_are_not_rounded() -> None:
+    """DeepSpeed adds up in another precision than it reduces in, and has rounded what it gives to the reduction."""
+    optimizer, parameter = ZeroOptimizer.__new__(ZeroOptimizer), torch.nn.Parameter(torch.zeros(2).bfloat16())
+    optimizer.wrapper = SimpleNamespace(
+        use_grad_accum_attribute=True, get_gradient_for_reduction=lambda p: p.grad_accum.to(p.dtype)
+    )
+    total = torch.tensor([1.0, 1 / 3])
+    optimizer.accumulate_on([parameter], [total.clone()])
+    (found,) = optimizer.accumulated([parameter])
+    assert found is not None and found.dtype == torch.float32 and torch.equal(found, total)
