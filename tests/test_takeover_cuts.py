@@ -290,6 +290,19 @@ def test_losses_beside_another_division(course: int) -> None:
     assert min(met.values()) > 6
 
 
+def test_losses_after_parameters_were_frozen() -> None:
+    """Replicas that compute redundantly do not know of it before the end of the iteration, or a loss in it."""
+    spec = Spec(micro_batches=4, sync_every=1, changes="trained")
+    check(undisturbed(spec, 1))
+    for seed, victim in enumerate(("m0", "m1", "m2")):
+        done = undisturbed(spec, seed).done[victim]
+        told = [event for event, (steps, what) in enumerate(done) if steps == 1 and " on told " in what]
+        for cut in [cut for cut in cuts_of(spec, seed, victim) if cut.event > told[-1] + 1][seed::16]:
+            world = World(spec, seed, (cut,)).run()
+            check(world)
+            assert world.killed == [victim]
+
+
 def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the gradients of a stage whose passes it has not done; its layers are as before the iteration."""
     spec, passed_on = JOBS["two pipelines"], Counter[bool]()

@@ -46,7 +46,7 @@ class Sums:
 
     Attributes:
         count: micro-batches whose gradients are in the sums.
-        gradients: of its trainable parameters, in order; ``None``: nothing has been added.
+        gradients: of its parameters, in order; ``None``: nothing has been added.
         layers: what the layers keep after so many forward passes.
         losses: sums of losses after these, if the part ends a pipeline.
         consumed: checksums of micro-batches, by number.
@@ -217,7 +217,10 @@ class PartialSums(InContext):
             self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
-        """The trainable ones of a part, in an order that all copies of the stage have."""
+        """Those of a part, in an order that all copies of the stage have.
+
+        Also those that are not trained: a replica that computes redundantly does not know yet what was just frozen.
+        """
         if (part.begin, part.end) == (0, runtime.blocks):
-            return runtime.trainable()
-        return [p for p in runtime.stage.parameters(part.begin, part.end) if p.requires_grad]
+            return list(runtime.module.parameters())
+        return list(runtime.stage.parameters(part.begin, part.end))
