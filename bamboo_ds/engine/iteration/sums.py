@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import ProtocolError
-from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable
+from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable, syncs
 from ...state import Tree
 from ...topology import Role
 from ..context.lanes import NEWEST_SUMS, Stream
@@ -107,8 +107,8 @@ class PartialSums(InContext):
         """A forward pass of the bound role has ended: note what the sums of as many micro-batches go with."""
         runtime = self.binding.current
         part = runtime.share.part
-        computed = runtime.owned or runtime.share.helps
-        if not (self.every and computed) or part.forwards % self.every or part.forwards == self.ds.micro_batches:
+        wanted = (runtime.owned or runtime.share.helps) and syncs(self.epoch.plan, runtime.role)
+        if not (self.every and wanted) or part.forwards % self.every or part.forwards == self.ds.micro_batches:
             return
         _, last = runtime.at_ends(part, self.layout.stages)
         losses = {"total": self.ds.total_loss, "more": dict(self.ds.total_additional_losses or {})} if last else {}
