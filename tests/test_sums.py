@@ -76,6 +76,7 @@ JOBS = {
     "checkpoints": Case([late(3, 1), late(1, 3)], 6, options=CHECKPOINTS, own=True, script=TRAIN_GPT),
     "buffers-and-numbers": Case([late(3, 1), late(1, 3)], 6, options=("--norm", "--count-passes")),
     "frozen": Case([late(1, 3), late(3, 4)], 6, options=("--freeze-at", "3")),
+    "frozen-eager": Case([late(1, 3)], 0, "eager-frc-lazy-brc", options=("--freeze-at", "3")),
     "fp16": of(FP16, late(2, 3), pipelines=1, stages=3),
     "bf16": of(BF16, late(0, 2), pipelines=1, stages=3),
     "bf16-zero": of(BF16_ZERO, late(1, 2), pipelines=1, stages=3),
