@@ -311,7 +311,7 @@ class Recording:
                 yield at_s + before_s, what, fault["target"].removeprefix("node:")
 
     def _profile(self) -> Profile:
-        """Layers by the passes that were recorded; a step ends with the updates of own stages, with ZeRO of replicas."""
+        """Layers by the passes that were recorded; a step ends with updates, with ZeRO those of replicas, too."""
         work, layers = self.work, self.work["layers"] // self.stages
         zero = "zero_optimization" in work["settings"]
         forward_s, backward_s, end_s = self.parts_s

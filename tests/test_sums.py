@@ -7,16 +7,21 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from bamboo_ds.config import parse_block
+from bamboo_ds.config import BambooConfig, parse_block
+from bamboo_ds.engine.iteration.redundant import RedundantPasses
+from bamboo_ds.engine.iteration.sums import PartialSums
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
+from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 
 from .support import sliced_jobs
 from .support.gpt_jobs import TRAIN_GPT
@@ -71,6 +76,7 @@ JOBS = {
     "checkpoints": Case([late(3, 1), late(1, 3)], 6, options=CHECKPOINTS, own=True, script=TRAIN_GPT),
     "buffers-and-numbers": Case([late(3, 1), late(1, 3)], 6, options=("--norm", "--count-passes")),
     "frozen": Case([late(1, 3), late(3, 4)], 6, options=("--freeze-at", "3")),
+    "frozen-eager": Case([late(1, 3)], 0, "eager-frc-lazy-brc", options=("--freeze-at", "3")),
     "fp16": of(FP16, late(2, 3), pipelines=1, stages=3),
     "bf16": of(BF16, late(0, 2), pipelines=1, stages=3),
     "bf16-zero": of(BF16_ZERO, late(1, 2), pipelines=1, stages=3),
@@ -169,3 +175,52 @@ def test_sums_are_laid_out_as_autograd_has_them() -> None:
         assert parameter.grad.stride() == before.stride() and torch.equal(parameter.grad, before)
     optimizer.accumulate_on(parameters, [None, None])
     assert optimizer.accumulated(parameters) == [None, None]
+
+
+def test_sums_of_zero_are_not_rounded() -> None:
+    """DeepSpeed adds up in another precision than it reduces in, and has rounded what it gives to the reduction."""
+    optimizer, parameter = ZeroOptimizer.__new__(ZeroOptimizer), torch.nn.Parameter(torch.zeros(2).bfloat16())
+    optimizer.wrapper = SimpleNamespace(
+        use_grad_accum_attribute=True, get_gradient_for_reduction=lambda p: p.grad_accum.to(p.dtype)
+    )
+    total = torch.tensor([1.0, 1 / 3])
+    optimizer.accumulate_on([parameter], [total.clone()])
+    (found,) = optimizer.accumulated([parameter])
+    assert found is not None and found.dtype == torch.float32 and torch.equal(found, total)
+
+
+def test_what_redundant_passes_keep_is_bounded_after_sums() -> None:
+    """Also where sums have come before the first of them."""
+    part: Any = Part(0, 1, {})
+    part.forget(PartProgress(0, 2, 2, 2))
+    replica: Any = SimpleNamespace(share=SimpleNamespace(part=part))
+    context: Any = SimpleNamespace(
+        binding=SimpleNamespace(replicas=lambda: [replica]),
+        settings=BambooConfig.model_validate({"redundancy": {"memory_budget_mb": 1}}),
+    )
+    passes = RedundantPasses(context, *[None] * 6)  # type: ignore[arg-type]
+    assert not passes._over_budget(replica)
+    part.forwards, part.saved[2] = 3, 2**20
+    assert passes._over_budget(replica)
+
+
+def test_marks_are_made_for_those_who_could_go_on_from_sums() -> None:
+    """A stage that has no shadow keeps none."""
+    layout = Layout(1, 2)
+    for redundant in (False, True):
+        plan, part = initial_plan(["a", "b"]), Part(0, 1, {})
+        share = SimpleNamespace(part=part, helps=False)
+        layers = SimpleNamespace(capture=lambda whole: {})
+        runtime = SimpleNamespace(
+            role=Role(0, 0), owned=True, share=share, layers=layers, at_ends=lambda part, stages: (True, False)
+        )
+        context: Any = SimpleNamespace(
+            binding=SimpleNamespace(current=runtime),
+            ds=SimpleNamespace(micro_batches=4),
+            epoch=SimpleNamespace(plan=with_redundancy(plan, layout, redundant)),
+            layout=layout,
+        )
+        sums = PartialSums(context)
+        sums.every, part.forwards = 1, 1
+        sums.mark()
+        assert list(part.marks) == [1] * redundant

@@ -310,6 +310,39 @@ def test_losses_beside_another_division(course: int) -> None:
     assert min(met.values()) > 6
 
 
+def test_losses_after_parameters_were_frozen() -> None:
+    """Replicas that compute redundantly do not know of it before the end of the iteration, or a loss in it."""
+    spec = Spec(micro_batches=4, sync_every=1, changes="trained")
+    check(undisturbed(spec, 1))
+    for seed, victim in enumerate(("m0", "m1", "m2")):
+        done = undisturbed(spec, seed).done[victim]
+        told = [event for event, (steps, what) in enumerate(done) if steps == 1 and " on told " in what]
+        for cut in [cut for cut in cuts_of(spec, seed, victim) if cut.event > told[-1] + 1][seed::16]:
+            world = World(spec, seed, (cut,)).run()
+            check(world)
+            assert world.killed == [victim]
+
+
+def test_gradients_for_shadows_that_come_later_than_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of passes that the sums have made needless, at the moment when the first ones have just been dropped."""
+    discard, late = SimulatedTransport.discard, [0]
+
+    def while_others_come(self: SimulatedTransport, lane: Any, below: int) -> bool:
+        left = discard(self, lane, below)
+        way = self._mine.plan.epoch, lane.source, lane.destination
+        coming = self._network._flying.get(way, ())
+        if not left and any(key == self._key(lane) and number < below for key, number, _ in coming):
+            while not self._mine.inboxes[self._key(lane)]:
+                self._network._deliver(*way)
+            late[0] += 1
+        return left
+
+    monkeypatch.setattr(SimulatedTransport, "discard", while_others_come)
+    for seed in range(8):
+        check(World(Spec(mode="eager-frc-eager-brc", micro_batches=6, sync_every=1), seed).run())
+    assert late[0] > 0
+
+
 def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the gradients of a stage whose passes it has not done; its layers are as before the iteration."""
     spec, passed_on = JOBS["two pipelines"], Counter[bool]()

@@ -147,12 +147,17 @@ class Transport:
             messages.clear()
         return [(message.sequence, message.payload()) for message in taken]
 
-    def discard(self, lane: Lane, below: int) -> None:
-        """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device."""
+    def discard(self, lane: Lane, below: int) -> bool:
+        """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device.
+
+        Returns:
+            Whether anything is left. A :meth:`ready` after this may be of a message below that has come meanwhile.
+        """
         messages = self._inbox(lane)
         with self._links.changed:
             while messages and messages[0].sequence < below:
                 messages.popleft()
+            return bool(messages)
 
     def ready(self, lane: Lane) -> bool:
         """Whether :meth:`recv` would return at once (an undelivered message is there)."""

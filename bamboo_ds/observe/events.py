@@ -225,7 +225,9 @@ class Step(EventBase):
     global_step: int | None = GLOBAL_STEP
     loss: float | None = Field(description="mean loss of the global batch; null where not computed")
     seconds: float = Field(ge=0, description="duration of the iteration")
-    frc_done: int = Field(ge=0, description="redundant forward passes that fitted into idle time")
+    frc_done: int = Field(
+        ge=0, description="redundant forward passes that fitted into idle time, or that sums have spared"
+    )
     frc_total: int = Field(ge=0, description="redundant forward passes that would cover every micro-batch")
     samples: int | None = Field(
         default=None, ge=0, description="samples of the global batch; null where it is not known"

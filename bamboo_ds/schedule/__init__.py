@@ -37,5 +37,5 @@ from .redundant import Placement
 from .rehearsal import rehearsal_passes, rehearsal_sends
 from .settling import settle
 from .spans import Kind, Work, one_f_one_b
-from .syncing import NETWORK_SHARE, PROCESSOR_SHARE, affordable
+from .syncing import NETWORK_SHARE, PROCESSOR_SHARE, affordable, syncs
 from .timing import PassTimeline, needed, timeline

@@ -43,6 +43,7 @@ from .orders import member_order
 from .progress import Finished, Hosts, RoleProgress, beginning, beside, finished, hosts
 from .redundant import Placement, pass_step
 from .spans import Kind
+from .syncing import syncs
 
 Program = tuple[PipeInstruction, ...]
 
@@ -207,9 +208,7 @@ def _member_program(
             send=m >= needed(*place, kind),
             local=kept or (source is not None and members[source[0]][source[1]] == member),
         )
-        # Slices keep their own, too.
-        wanted = kind == "B" and sync_every and (plan.shadow(role) is not None or layout.slices > 1)
-        if wanted and (m + 1) % sync_every == 0 and m + 1 < micro_batches:
+        if kind == "B" and sync_every and (m + 1) % sync_every == 0 and m + 1 < micro_batches and syncs(plan, role):
             program.append(SendSums(m))
 
     return (*program, *epilogue(plan, member, placement, divided))

@@ -1,6 +1,8 @@
-"""How often sums are sent in the middle of an iteration, where ``redundancy.sync_every`` is ``auto``."""
+"""Which sums are sent in the middle of an iteration: of which roles, and how often (``redundancy.sync_every``)."""
 
 from __future__ import annotations
+
+from ..topology import Plan, Role
 
 #: Share of the time of the micro-batches between two of them that sending sums may take, where passes run elsewhere.
 NETWORK_SHARE = 0.3
@@ -8,6 +10,11 @@ NETWORK_SHARE = 0.3
 PROCESSOR_SHARE = 0.03
 #: Seconds that it takes however little is sent.
 _FIXED_S = 0.005
+
+
+def syncs(plan: Plan, role: Role) -> bool:
+    """Whether anybody could use sums of ``role``: its shadow; and slices go back to their own."""
+    return plan.shadow(role) is not None or plan.world.slices > 1
 
 
 def affordable(seconds: float, micro_batches: int, micro_batch_s: float, share: float) -> int:

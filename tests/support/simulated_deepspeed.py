@@ -127,12 +127,15 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
     def scaled_by_micro_batches(self, loss: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
         return loss / self.micro_batches
 
+    def _trainable(self) -> list[nn.Parameter]:
+        return [p for p in self.module.parameters() if p.requires_grad]
+
     def gradients(self) -> list[torch.Tensor]:
         """As DeepSpeed's: parameters without a gradient get one."""
-        for parameter in self.module.parameters():
+        for parameter in self._trainable():
             if parameter.grad is None:
                 parameter.grad = torch.zeros_like(parameter)
-        return [p.grad for p in self.module.parameters()]
+        return [p.grad for p in self._trainable()]
 
     def reduce_in_buckets(self, grads: list[torch.Tensor], elements_per_buffer: int) -> None:  # type: ignore[override]
         """The average over the pipelines."""

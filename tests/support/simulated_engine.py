@@ -313,6 +313,9 @@ class Member(Parts):
         if changes == "rates":
             for group in local.attributes["basic_optimizer"].param_groups:
                 group["lr"] *= 0.75
+        if changes == "trained" and iteration == 0:
+            for parameter in local.module.parameters():
+                parameter.requires_grad_(parameter.ndim > 1)
         if changes == "weights" or (changes == "weights once" and iteration == 0):
             with torch.no_grad():
                 local.module.get_parameter("0.linear.bias").add_(0.125)
@@ -345,7 +348,7 @@ class Spec:
         evaluates: an evaluation comes before each iteration, and at the end.
         saves: a checkpoint comes after each iteration.
         own: the job takes one of its own after each iteration.
-        changes: what scripts change between iterations: learning rates, or weights.
+        changes: what scripts change between iterations: learning rates, weights, or once which parameters are trained.
         checked: how many first steps are checked for exactness.
         straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
         room: so many stages each member may hold.
@@ -372,7 +375,7 @@ class Spec:
     evaluates: bool = False
     saves: bool = False
     own: bool = False
-    changes: Literal["rates", "weights", "weights once"] | None = None
+    changes: Literal["rates", "weights", "weights once", "trained"] | None = None
     checked: int = 0
     straggler: str | None = None
     room: int | None = None

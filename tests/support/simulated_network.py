@@ -368,10 +368,11 @@ class SimulatedTransport:
         messages.clear()
         return taken
 
-    def discard(self, lane: Lane, below: int) -> None:
+    def discard(self, lane: Lane, below: int) -> bool:
         messages = self._mine.inboxes[self._key(lane)]
         while messages and messages[0][1] < below:
             messages.popleft()
+        return bool(messages)
 
     def ready(self, lane: Lane) -> bool:
         return not self._closed and bool(self._mine.inboxes[self._key(lane)])

@@ -118,9 +118,8 @@ class RedundantPasses(InContext):
             m = done.backwards
             if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
-                if lane is not None:
-                    transport.discard(lane, m)  # of what sums have made needless
-                if last or (lane is not None and transport.ready(lane)):
+                # Gradients below are of passes that sums have made needless, and may come later than those.
+                if last or (lane is not None and transport.discard(lane, m)):
                     return replica, "backward"
             m = done.forwards
             if m >= self.ds.micro_batches or self._over_budget(replica):
@@ -140,7 +139,8 @@ class RedundantPasses(InContext):
         return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].share.parts[-1].activations
 
     def _over_budget(self, replica: StageRuntime) -> bool:
-        if not any(each.share.part.forwards for each in self.binding.replicas()):  # the first one of this iteration
+        parts = [replica.share.part for replica in self.binding.replicas()]
+        if not any(part.forwards > part.since for part in parts):  # the first one of this iteration, or beyond sums
             setting = self.settings.redundancy.memory_budget_mb
             self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget

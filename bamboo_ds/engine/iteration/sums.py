@@ -23,7 +23,7 @@ from typing import Any
 import torch
 
 from ...errors import ProtocolError
-from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable
+from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable, syncs
 from ...state import Tree
 from ...topology import Role
 from ..context.lanes import NEWEST_SUMS, Stream
@@ -46,7 +46,7 @@ class Sums:
 
     Attributes:
         count: micro-batches whose gradients are in the sums.
-        gradients: of its trainable parameters, in order; ``None``: nothing has been added.
+        gradients: of its parameters, in order; ``None``: nothing has been added.
         layers: what the layers keep after so many forward passes.
         losses: sums of losses after these, if the part ends a pipeline.
         consumed: checksums of micro-batches, by number.
@@ -69,6 +69,7 @@ class PartialSums(InContext):
 
     every: int = field(default=0, init=False)
     _held: dict[_Place, dict[int, Sums]] = field(default_factory=lambda: defaultdict(dict), init=False)
+    _bytes: dict[Role, int] = field(default_factory=dict, init=False)  # that were sent last
     _micro_batch_s: float | None = field(default=None, init=False)
 
     # -- when -------------------------------------------------------------------------------------------------
@@ -87,7 +88,7 @@ class PartialSums(InContext):
         seconds = 0.0
         for runtime in self.binding.owned():
             shadow = self.epoch.plan.shadow(runtime.role)
-            size = sum(parameter.nbytes for parameter in runtime.trainable())
+            size = self._bytes.get(runtime.role) or sum(parameter.nbytes for parameter in runtime.trainable())
             rate = None if shadow is None else self.epoch.transport.rate(shadow)
             seconds += size / (rate or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
@@ -107,8 +108,8 @@ class PartialSums(InContext):
         """A forward pass of the bound role has ended: note what the sums of as many micro-batches go with."""
         runtime = self.binding.current
         part = runtime.share.part
-        computed = runtime.owned or runtime.share.helps
-        if not (self.every and computed) or part.forwards % self.every or part.forwards == self.ds.micro_batches:
+        wanted = (runtime.owned or runtime.share.helps) and syncs(self.epoch.plan, runtime.role)
+        if not (self.every and wanted) or part.forwards % self.every or part.forwards == self.ds.micro_batches:
             return
         _, last = runtime.at_ends(part, self.layout.stages)
         losses = {"total": self.ds.total_loss, "more": dict(self.ds.total_additional_losses or {})} if last else {}
@@ -127,6 +128,7 @@ class PartialSums(InContext):
         sums = Sums(count, gradients, mark["layers"], mark["losses"], consumed)
         if self.layout.slices > 1:
             self._hold((runtime.role, part.begin, part.end), sums)
+        self._bytes[runtime.role] = sum(total.nbytes for total in gradients if total is not None)
         message = as_message({"begin": part.begin, "end": part.end, **vars(sums)})
         for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
             if lane.source == self.epoch.member:
@@ -217,7 +219,10 @@ class PartialSums(InContext):
             self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
-        """The trainable ones of a part, in an order that all copies of the stage have."""
+        """Those of a part, in an order that all copies of the stage have.
+
+        Also those that are not trained: a replica that computes redundantly does not know yet what was just frozen.
+        """
         if (part.begin, part.end) == (0, runtime.blocks):
-            return runtime.trainable()
-        return [p for p in runtime.stage.parameters(part.begin, part.end) if p.requires_grad]
+            return list(runtime.module.parameters())
+        return list(runtime.stage.parameters(part.begin, part.end))

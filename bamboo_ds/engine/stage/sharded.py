@@ -191,14 +191,18 @@ class ZeroOptimizer(ShardedOptimizer):
         return found
 
     def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        found = [self.wrapper.get_gradient_for_reduction(parameter) for parameter in parameters]
+        found = [getattr(parameter, self._attribute, None) for parameter in parameters]
         return [None if total is None else total.detach().clone() for total in found]
 
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = None
-            name = "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad"
-            setattr(parameter, name, laid_out(total, parameter))
+            setattr(parameter, self._attribute, laid_out(total, parameter))
+
+    @property
+    def _attribute(self) -> str:
+        """Where gradients of a parameter add up; what DeepSpeed gives to the reduction older versions have rounded."""
+        return "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad"
 
     def _places(self) -> dict[int, int]:
         return {id(p): i for i, p in enumerate(p for group in self.groups() for p in group)}
