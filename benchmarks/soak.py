@@ -191,13 +191,16 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
 
 
 def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, faults: int, rate: float, seed: int,
-              more: list[str], address: str | None) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+              more: list[str], address: str | None,
+              sync_every: int | None) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
         "topology": {"blocks": blocks},
     }
+    if sync_every is not None:
+        block["redundancy"] = {"sync_every": sync_every}
     if address is not None:
         block["observe"] = {"http": address}
     config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=batch)
@@ -276,19 +279,22 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
     show_default=True,
     help="Layers of a stage, which may be divided at each of them.",
 )
+@click.option("--sync-every", type=click.IntRange(min=0), help="redundancy.sync_every.  [default: as it is]")
 @click.option("--scrape", is_flag=True, help="Scrape the job's metrics meanwhile, and compare them with its events.")
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, scrape: bool,
-         quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, sync_every: int | None,
+         scrape: bool, quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults, batch = out.resolve(), 20 if quick else faults, 2
     steps = steps or 100 + 20 * faults
     folder = fresh(out / "jobs" / "soak")
     begin = time.monotonic()
     address = free_address() if scrape else None
-    measured, problems = disturbed(folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address)
+    measured, problems = disturbed(
+        folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address, sync_every
+    )
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
         problems += compare(out, folder, steps, batch, blocks, measured)

@@ -401,7 +401,8 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
     context: Any = SimpleNamespace(epoch=epoch, progress=progress)
-    commits = Commits(context, nothing, nothing, nothing, {})
+    own: Any = SimpleNamespace(saves=nothing)
+    commits = Commits(context, nothing, own, nothing, {})
     if error is None:
         commits.agree(torch.zeros(3, dtype=torch.float64))
     else:
@@ -415,7 +416,8 @@ def test_a_lost_owner_had_assigned_something_else() -> None:
     epoch: Any = SimpleNamespace(owns=lambda role: True)
     nothing: Any = SimpleNamespace()
     context: Any = SimpleNamespace(epoch=epoch, progress=progress)
-    commits = Commits(context, nothing, nothing, nothing, {})
+    own: Any = SimpleNamespace(saves=nothing)
+    commits = Commits(context, nothing, own, nothing, {})
     progress.told_assigned[Role(0, 1)] = 3, 17
     assert commits._fingerprint() == 0, "of an operation that is over"
     progress.told_assigned[Role(0, 1)] = 4, 17

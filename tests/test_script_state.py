@@ -190,6 +190,7 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
         trained=None,
         trains=lambda: [True, True],
         begin_again=lambda: begun.append("again"),
+        catch_up=lambda: None,
         train_only=begun.append,
     )
     binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)

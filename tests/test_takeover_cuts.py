@@ -338,9 +338,12 @@ def test_gradients_for_shadows_that_come_later_than_sums(monkeypatch: pytest.Mon
         return left
 
     monkeypatch.setattr(SimulatedTransport, "discard", while_others_come)
-    for seed in range(8):
-        check(World(Spec(mode="eager-frc-eager-brc", micro_batches=6, sync_every=1), seed).run())
-    assert late[0] > 0
+    spec = Spec(mode="eager-frc-eager-brc", micro_batches=6, sync_every=1)
+    for seed in range(40):
+        check(World(spec, seed).run())
+        if late[0]:
+            return
+    pytest.fail("no gradient has come late")
 
 
 def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: pytest.MonkeyPatch) -> None:

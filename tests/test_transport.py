@@ -405,16 +405,16 @@ def test_a_mailbox_delivers_what_was_sent(trio: Cluster) -> None:
     inside(trio, close_transport)
 
 
-def sum_behind_a_large_message(member: Member) -> tuple[Any, float]:
+def sum_behind_a_large_message(member: Member, number: int) -> tuple[Any, float]:
     """The sum, and when it was there; on m2 when the message that it waited behind was."""
     rank, lane = member.session.plan.members.index(member.name), member.lanes["m0>m2"]
     if rank == 0:
-        member.transport.send(lane, 0, torch.zeros(1 << 26))
+        member.transport.send(lane, number, torch.zeros(1 << 26))
     total = member.transport.all_reduce(torch.tensor([10.0**rank], dtype=torch.float64))
     when = time.monotonic()
     if rank == 2:
         when = member.transport.arrival(lane)
-        member.transport.recv(lane, 0)
+        member.transport.recv(lane, number)
     return portable(total), when
 
 
@@ -422,9 +422,13 @@ def test_a_sum_is_equal_on_all_although_some_get_it_late(trio: Cluster) -> None:
     """One member has the sum while its own contribution is still on its way to another one."""
     trio.attach()
     inside(trio, open_transport)
-    (first, done), (second, _), (third, arrived) = inside(trio, sum_behind_a_large_message)
-    assert done < arrived
-    assert first == second == third == portable(torch.tensor([111.0], dtype=torch.float64))
+    for number in range(8):  # the first one may write all of it itself, where the other one keeps up
+        (first, done), (second, _), (third, arrived) = inside(trio, sum_behind_a_large_message, number)
+        assert first == second == third == portable(torch.tensor([111.0], dtype=torch.float64))
+        if done < arrived:
+            break
+    else:
+        pytest.fail("nobody got the sum late")
     inside(trio, close_transport)
 
 
