@@ -57,8 +57,8 @@ class RedundancyConfig(ConfigPart):
         "auto",
         description="in the middle of an iteration a stage sends its sums of gradients to its shadow after so many "
         "micro-batches, so that a loss costs a few micro-batches of the stage and not all since the iteration began; "
-        "0: never; `auto`: as often as that takes at most 30 % of the time (on processors, which it takes from the "
-        "passes, 3 %), by the measured speed of network and iterations",
+        "0: never; `auto`: as often as that takes at most 30 % of the network's time and 3 % of that of the passes, as "
+        "measured; where members compute on processors, of which sending takes time, 3 % of either",
     )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"

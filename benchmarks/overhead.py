@@ -10,7 +10,7 @@ import itertools
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from statistics import mean, median
-from typing import Any
+from typing import Any, Literal
 
 import click
 from common import (
@@ -50,6 +50,7 @@ class Mode:
 
     Attributes:
         timeline: ``observe.timeline``; ``None``: its default.
+        sync_every: ``redundancy.sync_every``.
     """
 
     name: str
@@ -59,6 +60,7 @@ class Mode:
     coverage: float | None = None
     checkout: Path | None = None
     timeline: str | None = None
+    sync_every: Literal["auto"] | int = "auto"
 
     def of(self, checkout: Path | None) -> Mode:
         """The same in another version of the project."""
@@ -70,7 +72,9 @@ class Mode:
     def block(self) -> dict[str, Any]:
         """The ``"bamboo"`` block."""
         observe = {} if self.timeline is None else {"observe": {"timeline": self.timeline}}
-        return {"redundancy": {"mode": self.mode, "placement": self.placement}, **observe}
+        redundancy = {"mode": self.mode, "placement": self.placement}
+        synced = {} if self.sync_every == "auto" else {"sync_every": self.sync_every}
+        return {"redundancy": {**redundancy, **synced}, **observe}
 
     def recorded(self, timeline: str) -> Mode:
         """The same with ``observe.timeline``."""
@@ -81,6 +85,7 @@ class Mode:
 MODES = (
     Mode("none", "none", limit=1.02),
     Mode("lazy", "lazy-frc-lazy-brc", limit=1.03),
+    Mode("lazy without sums", "lazy-frc-lazy-brc", sync_every=0),
     Mode("eager-frc", "eager-frc-lazy-brc", limit=1.05, coverage=0.85),
     Mode("eager-frc-eager-brc", "eager-frc-eager-brc"),
     Mode("eager-frc fixed", "eager-frc-lazy-brc", placement="fixed"),

@@ -6,7 +6,7 @@ from ..topology import Plan, Role
 
 #: Share of the time of the micro-batches between two of them that sending sums may take, where passes run elsewhere.
 NETWORK_SHARE = 0.3
-#: The same on processors, which it takes from the passes.
+#: The same where it takes the time from the passes: of the main thread, and on processors.
 PROCESSOR_SHARE = 0.03
 #: Seconds that it takes however little is sent.
 _FIXED_S = 0.005

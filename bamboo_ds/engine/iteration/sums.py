@@ -16,6 +16,7 @@ well: where one slice is lost, the others have to go back with it.
 
 from __future__ import annotations
 
+import time
 from collections import defaultdict
 from dataclasses import dataclass, field
 from typing import Any
@@ -70,6 +71,7 @@ class PartialSums(InContext):
     every: int = field(default=0, init=False)
     _held: dict[_Place, dict[int, Sums]] = field(default_factory=lambda: defaultdict(dict), init=False)
     _bytes: dict[Role, int] = field(default_factory=dict, init=False)  # that were sent last
+    _taken_s: dict[Role, float] = field(default_factory=dict, init=False)  # by the last time, of the main thread
     _micro_batch_s: float | None = field(default=None, init=False)
 
     # -- when -------------------------------------------------------------------------------------------------
@@ -92,7 +94,11 @@ class PartialSums(InContext):
             rate = None if shadow is None else self.epoch.transport.rate(shadow)
             seconds += size / (rate or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
-        return affordable(seconds, self.ds.micro_batches, self._micro_batch_s, share)
+        # Whom they are sent to takes as long for them as the main thread here, which passes wait for.
+        taken = 2 * sum(self._taken_s.values())
+        counts = self.ds.micro_batches, self._micro_batch_s
+        every = affordable(seconds, *counts, share), affordable(taken, *counts, PROCESSOR_SHARE)
+        return max(every) if all(every) else 0
 
     def end_iteration(self, seconds: float) -> None:
         """An iteration is over, after ``seconds``: what is held of it is void."""
@@ -122,6 +128,7 @@ class PartialSums(InContext):
         mark = part.marks.pop(count, None)
         if mark is None:  # it has gone on from other sums meanwhile
             return
+        begin = time.perf_counter()
         self.epoch.session.confirm("sending sums of gradients")  # also passes that run behind the host must be whole
         gradients = runtime.optimizer.accumulated(self._parameters(runtime, part))
         consumed = {m: checksum for m, checksum in runtime.results.consumed.items() if m < count}
@@ -133,6 +140,7 @@ class PartialSums(InContext):
         for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
             if lane.source == self.epoch.member:
                 self.epoch.transport.send(lane, self.progress.sequence, message)
+        self._taken_s[runtime.role] = time.perf_counter() - begin
 
     # -- keeping ----------------------------------------------------------------------------------------------
 
