@@ -8,14 +8,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 
 from bamboo_ds.config import BambooConfig, parse_block
 from bamboo_ds.engine.iteration.redundant import RedundantPasses
-from bamboo_ds.engine.iteration.sums import PartialSums
+from bamboo_ds.engine.iteration.sums import PartialSums, Sums
+from bamboo_ds.engine.stage.blocks import StageBlocks
+from bamboo_ds.engine.stage.layers import Layers
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.work import Part
@@ -28,6 +30,7 @@ from .support.gpt_jobs import TRAIN_GPT
 from .support.jobs import TRAIN, Result
 from .support.precisions import BF16, BF16_ZERO, BF16_ZERO_BF16, FP16, FP16_ZERO, FP32_ZERO
 from .support.recorded import check_recorded
+from .support.simulated_deepspeed import WIDTH, Stage
 from .support.surviving import Reference, fault, survive
 
 pytestmark = pytest.mark.claim("README.md", "guides/exactness.md", "reference/guarantees.md", "reference/settings.md")
@@ -224,3 +227,21 @@ def test_marks_are_made_for_those_who_could_go_on_from_sums() -> None:
         sums.every, part.forwards = 1, 1
         sums.mark()
         assert list(part.marks) == [1] * redundant
+
+
+def test_a_part_goes_back_and_leaves_what_others_have_alone() -> None:
+    """Graphs of the other part go on being used, and would find that what they have saved was written to."""
+    stage = Stage(1, 2, False, seed=1, statistics=True)
+    layers = Layers(stage)
+    runtime: Any = SimpleNamespace(
+        blocks=2, layers=layers, stage=StageBlocks(stage, 2), at_ends=lambda part, stages: (False, False)
+    )
+    first = layers.undo()
+    stage(torch.ones(2, WIDTH))
+    seen = [stage.get_buffer(f"{number}.seen") for number in range(2)]
+    values, versions = [each.clone() for each in seen], [each._version for each in seen]
+    sums = PartialSums.__new__(PartialSums)
+    sums.context = cast(Any, SimpleNamespace(layout=SimpleNamespace(stages=3)))
+    sums._put_back(runtime, Part(0, 1, {}), Sums(0, [], first, {}, {}))
+    assert seen[0] == 0 and seen[1] == values[1] != 0
+    assert seen[1]._version == versions[1]

@@ -207,6 +207,9 @@ class PartialSums(InContext):
             if not whole:
                 names = runtime.stage.names(part.begin, part.end)
                 layers = merged(runtime.layers.capture(whole=True), layers, names)
+                # What others have is written to by a copy of itself, too: graphs that go on being used would find that.
+                buffers = layers["buffers"]
+                layers["buffers"] = {name: buffers[name] for name in buffers if name.rpartition(".")[0] in names}
             runtime.layers.restore(layers)
         if runtime.at_ends(part, self.layout.stages)[1]:
             losses = {"total_loss": sums.losses["total"], "total_additional_losses": sums.losses["more"]}
