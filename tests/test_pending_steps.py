@@ -13,6 +13,7 @@ import torch
 from bamboo_ds.engine.iteration.redundant import RedundantPasses
 from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.recovery.roles import RoleTransfer
+from bamboo_ds.engine.stage.deepspeed_adapter import DeepSpeedAdapter
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.topology import Plan, Role
 
@@ -101,7 +102,6 @@ def test_a_step_goes_by_what_held_in_its_iteration(taken: Counter[str]) -> None:
     """Scripts change the size of batches, and clipping, before a replica takes the step of the iteration before."""
     settings: Any = {"train_batch_size": 4, "gradient_clipping": 0.5}
     now = {"train_batch_size": 8, "gradient_clipping": 1.0}
-    from bamboo_ds.engine.stage.deepspeed_adapter import DeepSpeedAdapter
 
     class Config:
         def __init__(self) -> None:

@@ -54,7 +54,7 @@ JOBS = {
     "lazy": Spec(mode="lazy-frc-lazy-brc", micro_batches=3),
     "sums": Spec(mode="lazy-frc-lazy-brc", stages=4, micro_batches=5, sync_every=1),
     "tied": Spec(tied=True),
-    "two pipelines": Spec(pipelines=2, stages=2, sync_every=2),
+    "two pipelines": Spec(pipelines=2, stages=2, sync_every=1),
     "four stages": Spec(stages=4),
     "dataset": Spec(dataset=True),
     "divided": Spec(blocks=3, lends=True, tied=True),
@@ -165,12 +165,16 @@ COURSES = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in ran
 def test_a_loss_at_every_cut(job: str, course: int) -> None:
     """Of each member, before everything that it does in an iteration; in the suite before every twelfth thing."""
     modes: Counter[str] = Counter()
+    kept = 0
     for number, victim in enumerate(sorted(undisturbed(JOBS[job], 0).members)):
         seed = 100 * course + number
         for world in every_loss(JOBS[job], seed, victim, step=1 if course else 12):
             check(world)
             assert world.killed == [victim] and not world.plan.unheld
             modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")
+            told = [facts for member in world.survivors() for kind, facts in member.job.events if kind == "recovered"]
+            kept += sum(facts["backwards_kept"] for facts in told)
+    assert bool(kept) == bool(JOBS[job].sync_every), "sums of lost members are gone on from where there are any"
     # Where a member is lost between the messages of its commit, some may have committed and others not.
     assert modes["resume"] > 6 and modes["commit"] > 0
 

@@ -25,7 +25,7 @@ class PartProgress:
             it is what the sums contain that have come from a lost member.
 
     Raises:
-        ProtocolError: not ``0 <= backwards <= forwards``, or ``since`` is beyond them.
+        ProtocolError: not ``0 <= since <= backwards <= forwards``.
     """
 
     begin: int = 0
@@ -34,7 +34,7 @@ class PartProgress:
     since: int = 0
 
     def __post_init__(self) -> None:
-        if not (0 <= self.backwards <= self.forwards and 0 <= self.since <= self.forwards):
+        if not 0 <= self.since <= self.backwards <= self.forwards:
             raise ProtocolError(
                 f"impossible progress: {self.forwards} forwards, {self.backwards} backwards, held from {self.since} on"
             )

@@ -92,19 +92,18 @@ def settle(
 def ways(done: PartProgress, held: Held) -> list[PartProgress]:
     """From where a part can go on, the most finished passes first; the last is the beginning of the iteration.
 
-    As it is, unless a pass is broken, or its passes presuppose sums that are not in its own. From any sums that its
-    member holds: passes that it has finished beyond those stay finished if their gradients are not in its sums yet.
+    As it is, unless a pass is broken. From any sums that its member holds: of newer ones than its own, forward passes
+    that it has finished beyond them stay finished.
     """
     found = {PartProgress(done.begin)}
-    if not held.broken and done.since <= done.backwards:
+    if not held.broken:
         found.add(done)
     for count in held.sums:
         if count <= done.backwards:  # of its own: what it has given to others before is here
             found.add(PartProgress(done.begin, count, count, min(done.since, count)))
-        elif done.since <= count and not held.broken:
-            found.add(PartProgress(done.begin, max(done.forwards, count), count, count))
         else:
-            found.add(PartProgress(done.begin, count, count, count))
+            forwards = count if held.broken else max(done.forwards, count)
+            found.add(PartProgress(done.begin, forwards, count, count))
     return sorted(found, key=lambda each: (each.backwards, each.forwards, -each.since), reverse=True)
 
 

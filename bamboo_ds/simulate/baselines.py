@@ -9,6 +9,7 @@ from functools import cached_property
 
 from ..observe import events as ev
 from ..schedule import timeline
+from ..state.intervals import young_daly_s
 from ..topology import Layout
 from ..topology.memory import StateBytes
 from .market import Market
@@ -164,14 +165,6 @@ class Stock:
         """Bytes of a member's state, without gradients."""
         parameters = max(sum(layer.parameters for layer in part) for part in self._parts(stages))
         return parameters * self._state(pipelines).copied
-
-
-def young_daly_s(copied_s: float, between_s: float) -> float:
-    """Seconds between checkpoints that each stop training for ``copied_s``, where work is lost every ``between_s``.
-
-    Young 1974, Daly 2006: the first-order optimum.
-    """
-    return math.sqrt(2 * copied_s * between_s)
 
 
 class _StockJob(SimulatedTraining):

@@ -134,14 +134,11 @@ class Pace:
         self.sums_s = max(self.parameters) * profile.gradient_bytes / (terms.network_gb_s * 1e9)
         self.sync_every = 0
         if mode.replicas:
-            slowest_s = max(each[-1] for each in map(self._both_until, range(stages)))
+            slowest_s = max(f[-1] + b[-1] for f, b in zip(self._until["F"], self._until["B"], strict=True))
             fewest = affordable(self.sums_s, self.micro_batches, slowest_s, NETWORK_SHARE)
             self.sync_every = fewest if sync_every == "auto" else sync_every
         self._played = lru_cache(maxsize=512)(self._play)
         self._advanced = lru_cache(maxsize=512)(self._advance)
-
-    def _both_until(self, stage: int) -> list[float]:
-        return [sum(each) for each in zip(self._until["F"][stage], self._until["B"][stage], strict=True)]
 
     # -- passes -------------------------------------------------------------------------------------------
 

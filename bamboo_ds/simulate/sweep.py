@@ -20,7 +20,7 @@ from statistics import fmean
 
 from ..config import RedundancyMode
 from ..errors import ConfigError
-from .baselines import young_daly_s
+from ..state.intervals import young_daly_s
 from .profile import GIB, Profile
 from .results import Arranged, Ranked, Rented, Setup, Swept, paste, settings_of, verdict
 from .run import BAMBOO, DROPPING, LIMIT, ON_DEMAND, RESTARTING, Simulation

@@ -44,6 +44,11 @@ class LossRate(BaseModel):
         return (PRIOR_S + self.seconds) / (1 + self.losses)
 
 
+def young_daly_s(pause_s: float, between_s: float) -> float:
+    """Seconds between checkpoints that each stop training for ``pause_s``, where work is lost every ``between_s``."""
+    return math.sqrt(2 * pause_s * between_s)
+
+
 def interval_s(pause_s: float, written_s: float, mtbf_s: float) -> float:
     """Seconds from the beginning of one checkpoint to that of the next.
 
@@ -52,4 +57,4 @@ def interval_s(pause_s: float, written_s: float, mtbf_s: float) -> float:
         written_s: that writing takes in the background, which the interval is twice as long as at least.
         mtbf_s: mean seconds between two losses.
     """
-    return max(SHORTEST_S, _WRITTEN * written_s, math.sqrt(2 * pause_s * mtbf_s))
+    return max(SHORTEST_S, _WRITTEN * written_s, young_daly_s(pause_s, mtbf_s))

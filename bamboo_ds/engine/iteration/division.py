@@ -65,11 +65,13 @@ class Division(InContext):
                 looks = looks and not runtime.layers.generators  # backward passes may draw from them
                 runtime.stage.search = CutSearch(runtime.stage) if looks else None
             ranges = [(part.begin, end) for part, end in mine]
-            reduced = progress[role].reduced
-            if not reduced and any(part.begun and (part.begin, part.end) not in ranges for part in runtime.share.parts):
+            if progress[role].reduced:
+                runtime.share.divide(ranges)
+                continue
+            if any(part.begun and (part.begin, part.end) not in ranges for part in runtime.share.parts):
                 runtime.begin_again()
             runtime.share.divide(ranges)
-            for part, (to, _) in zip(runtime.share.parts, mine if not reduced else (), strict=False):
+            for part, (to, _) in zip(runtime.share.parts, mine, strict=True):
                 self.sums.move(runtime, part, to)
         if self.progress.resumed:
             self._use_given(progress)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 
 from ...errors import ProtocolError
-from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable, syncs
+from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, Held, PartProgress, affordable, syncs, ways
 from ...state import Tree
 from ...topology import Role
 from ..context.lanes import NEWEST_SUMS, Stream
@@ -165,10 +165,6 @@ class PartialSums(InContext):
         """Of each part whose sums are here: role, first block, the one behind its last, numbers of micro-batches."""
         return [(*place, tuple(sorted(sums))) for place, sums in self._held.items() if sums]
 
-    def counts(self, role: Role, part: Part) -> tuple[int, ...]:
-        """Numbers of micro-batches of a part whose sums are here."""
-        return tuple(sorted(self._held.get((role, part.begin, part.end), ())))
-
     # -- going on ---------------------------------------------------------------------------------------------
 
     def move(self, runtime: StageRuntime, part: Part, to: PartProgress) -> None:
@@ -221,13 +217,11 @@ class PartialSums(InContext):
         if not any(self.epoch.transport.ready(lane) for lane in lanes if lane.destination == self.epoch.member):
             return
         self.collect()
-        part, counts = replica.share.part, self.counts(replica.role, replica.share.part)
-        count = counts[-1] if counts else 0
-        if count > part.backwards:
-            forwards = max(part.forwards, count) if part.since <= count else count
-            self.binding.refresh()
-            self.move(replica, part, PartProgress(part.begin, forwards, count, count))
-            self.binding.reload()
+        part = replica.share.part
+        counts = tuple(self._held.get((replica.role, part.begin, part.end), ()))
+        self.binding.refresh()
+        self.move(replica, part, ways(part.progress(), Held(sums=counts))[0])
+        self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
         """Those of a part, in an order that all copies of the stage have.
