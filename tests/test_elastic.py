@@ -94,7 +94,7 @@ def test_a_copy_goes_on_when_another_member_is_lost(tmp_path: Path, reference: R
     Of four members the third one is lost: the second one copies the last stage, slowly, from the fourth one.
     """
     healing = in_turn(fault(2, 3, "BackwardPass", 1), fault(3, 3, "BackwardPass", 1))
-    healing[1]["after"] = 0
+    healing[1]["after"], healing[1]["when"] = 0, str(tmp_path / "verified-1-3")
     under_way = fault(0, 4, at, when=str(tmp_path / "copying-3"), pause=0.2)
     faults = [*healing, under_way]
     topology = {"transfer_mb_per_s": 0.002}

@@ -275,6 +275,28 @@ def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
     assert isinstance(action, WritePlan) and action.plan.members[-1] == "m5"
 
 
+def test_who_is_needed_no_more_to_draw_batches_is_not_admitted_again() -> None:
+    """It is registered until its worker has ended, and would be lost then."""
+    job = Simulated(hosts(4), apart=True)
+    job.join(4, home=0, feeder=True)
+    job.workers["m4"] = WorkerState(id="m4", epoch=job.plan.epoch)  # of a plan that has listed it
+    del job.members["m1"]
+    job.left["m1"] = left_record("m1", "lost")
+    assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m1",)
+    kept = job.members["m4"]
+    job.enter()
+    job.members["m4"] = kept
+    assert isinstance(job.step(), WritePlan) and job.plan.members == ("m0", "m2", "m3")
+    job.enter()
+    job.members["m4"] = kept
+    del job.members["m0"]
+    job.left["m0"] = left_record("m0", "lost")
+    assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m0",)
+    job.enter()
+    job.members["m4"] = kept
+    assert job.step() == StartDataWorker(0)
+
+
 def test_without_iterators_nobody_is_needed_to_draw_batches() -> None:
     job = Simulated(hosts(4), iterators=False)
     job.notice(0, 3)

@@ -74,5 +74,5 @@ def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]
     assert told_losses <= set(expected[0]["losses"]), "events tell other losses than train_batch returns"
     told = [int(event["member_id"][1:].partition("-")[0]) for event in result.events("member_lost")]
     # A worker that only draws batches, in a further slot, ends with the member that has started it.
-    assert sorted(slot for slot in told if slot in expected) == sorted(lost), tail
+    assert sorted(slot for slot in told if slot in expected) == sorted(lost), f"told of {told}: {tail}"
     assert_read(result, reference, lost)

@@ -2,7 +2,8 @@
 
 In the job's folder: ``copying-STAGE`` once a part of a copy of that stage's state has come anywhere; ``fetched-RANK``
 with a line for each piece, its key, number and bytes; ``begun-RANK`` with a line for each replica under
-construction whenever the worker has entered a plan: the epoch, the key, and which part of the copy has come.
+construction whenever the worker has entered a plan: the epoch, the key, and which part of the copy has come;
+``verified-RANK-STAGE`` once that rank's replica of that stage has been compared with its owner's state.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ if __name__ == "__main__":
 
 from bamboo_ds.comm.bulk import offers
 from bamboo_ds.comm.bulk.copying import Fetch
+from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.recovery.copies import Copies
 
 #: Most bytes of a piece; the state of a stage has some thousands.
@@ -31,7 +33,7 @@ _UNDER_WAY = 0.2
 def main() -> None:
     out, rank = Path(sys.argv[sys.argv.index("--out") + 1]), os.environ["RANK"]
     offers.PIECE = _PIECE
-    take, begin = Fetch._take, Copies.begin
+    take, begin, compare = Fetch._take, Copies.begin, Replication._compare
 
     def taking(self: Fetch, piece: memoryview) -> None:
         take(self, piece)
@@ -46,7 +48,12 @@ def main() -> None:
             for each in self.constructions.values():
                 file.write(f"{plan.epoch} {each.source[1]} {each.fetch.share}\n")
 
+    def comparing(self: Replication, replica: Any, *arguments: Any) -> None:
+        compare(self, replica, *arguments)
+        (out / f"verified-{rank}-{replica.role.stage}").touch()
+
     Fetch._take, Copies.begin = taking, beginning  # type: ignore[method-assign]
+    Replication._compare = comparing  # type: ignore[method-assign]
     runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
 
 

@@ -150,7 +150,7 @@ def _told(workers: Mapping[str, WorkerState], plan: Plan, rank: int) -> tuple[in
 def _candidates(view: View, plan: Plan) -> Sequence[Candidate]:
     """The members of the plan and those that wait to be admitted, in the order of their slots."""
     inside = set(plan.members)
-    records = in_slot_order(r for r in view.members.values() if r.id in inside or waits(view, r))
+    records = in_slot_order(r for r in view.members.values() if r.id in inside or waits(view, plan, r))
     spare = frozenset() if every_rank(view) else {r.id for r in records if r.feeder}
     facts = view.candidates(plan, going(view, plan) | spare)
     return [facts[record.id] for record in records]

@@ -17,7 +17,7 @@ from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import HealthReply, HealthRequest, LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Ask, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies
-from .departures import drawing_ends, every_rank, vanished, wanted_feeder
+from .departures import comes, drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
@@ -268,12 +268,8 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
 
 
 def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
-    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches.
-
-    One that leaves, and has just got rid of what it had, may be registered still; it is not called back.
-    """
-    there = [r for r in in_slot_order(view.members.values()) if r.id not in plan.members and r.state != "leaving"]
-    able = [r for r in there if r.joiner and r.home in at]
+    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches."""
+    able = [r for r in in_slot_order(view.members.values()) if r.home in at and comes(view, plan, r)]
     ready = [r for r in able if r.id in view.reports]
     if ready:
         new_plan = replace(

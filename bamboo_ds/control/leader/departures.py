@@ -55,16 +55,24 @@ class Deadlines:
         return min((due.near_at for due in self._due.values() if due.near_at > now), default=None)
 
 
-def waits(view: View, record: MemberRecord) -> bool:
+def comes(view: View, plan: Plan, record: MemberRecord) -> bool:
+    """Whether it is a joiner that is to be admitted, now or once its engine is built.
+
+    A worker that has entered a plan, and is not listed any more, is registered until it has ended.
+    """
+    before = record.id in plan.members or record.id in view.workers or record.id in view.left
+    return record.joiner and not before and record.state != "leaving"
+
+
+def waits(view: View, plan: Plan, record: MemberRecord) -> bool:
     """Whether it is a joiner that can be admitted: its engine is built like everybody's."""
-    known = record.id in view.reports and record.id not in view.left
-    return record.joiner and known and record.state != "leaving"
+    return comes(view, plan, record) and record.id in view.reports
 
 
 def going(view: View, plan: Plan) -> frozenset[str]:
     """Members that are to get rid of what they have; nobody if there is nobody to take it over."""
     inside = set(plan.members)
-    there = [r for r in view.members.values() if r.id in inside or waits(view, r)]
+    there = [r for r in view.members.values() if r.id in inside or waits(view, plan, r)]
     if all(r.feeder or r.state == "leaving" for r in there):
         return frozenset()
     return frozenset(r.id for r in there if r.state == "leaving")
