@@ -18,6 +18,7 @@ from typing import NamedTuple, Protocol
 
 from . import sockets, wire
 from .carriers.sharing import Sharing
+from .staging import Copy
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +52,11 @@ class Traffic(Protocol):
 
 
 class _Outgoing(NamedTuple):
-    """A frame, or what of it is not ready yet."""
+    """A frame, or what of it is not ready yet; ``copy``: brings its data to host memory."""
 
     epoch: int
     segments: wire.Segments
+    copy: Copy | None = None
 
 
 class Ended(ConnectionError):
@@ -128,13 +130,18 @@ class Connection:
             self.send(wire.EVERY, offer)
 
     # -- sending -----------------------------------------------------------------------------------------
-    def send(self, epoch: int, frame: wire.Segments) -> int:
-        """Send a frame as far as the kernel takes it now, and keep the rest; returns its number."""
+    def send(self, epoch: int, frame: wire.Segments, copy: Copy | None = None) -> int:
+        """Send a frame as far as the kernel takes it now, and keep the rest; returns its number.
+
+        Args:
+            copy: brings its data to host memory. Until that is complete nothing goes out of it, nor of later frames;
+                then the caller sees to a :meth:`flush`.
+        """
         with self._sending:
             self.sent += 1
             number = self.sent
             if not self.ended:
-                self._queue.append(_Outgoing(epoch, frame))
+                self._queue.append(_Outgoing(epoch, frame, copy))
             if self.open and not self._blocked:
                 self._write()
         return number
@@ -187,7 +194,7 @@ class Connection:
         carried = False  # a segment that the other end can take as soon as it has the mark
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             if self._begun is None:
-                if not self._queue:
+                if not self._queue or not _complete(self._queue[0].copy):
                     break
                 self._begun = self._queue.popleft()
                 self._begin_timing(self._begun.segments)
@@ -322,3 +329,7 @@ class Connection:
             self._queue.clear()
             self._begun = None
             self.sharing.end()
+
+
+def _complete(copy: Copy | None) -> bool:
+    return copy is None or copy.reached()

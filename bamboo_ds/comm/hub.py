@@ -17,6 +17,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Generator, Iterable, Sequence
+from functools import partial
 from typing import Protocol
 
 from ..errors import ProtocolError
@@ -28,6 +29,7 @@ from .connection import Connection, Ended, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
+from .staging import Copy, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -97,6 +99,7 @@ class Hub:
         self._loop = SocketLoop()
         self._calls: dict[Connection, float] = {}  # until when they must be through
         self._closed = False
+        self._copies = Waiter()
         self.offers = Offers(self._loop)
         self._traffic: dict[str, Traffic] = {each.purpose: each for each in (self, self.offers)}
         self._door = Door(
@@ -246,15 +249,22 @@ class Hub:
     def _attend(self, connection: Connection, events: int) -> None:
         """A connection is ready, on the loop's thread."""
         if events & select.EPOLLOUT:
-            connection.flush()
-            if connection.traffic is self:
-                with self.changed:
-                    self.changed.notify_all()
+            self._flush(connection)
         if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else somebody reads it
             try:
                 self._read(connection)
             finally:
                 connection.reading.release()
+
+    def _flush(self, connection: Connection) -> None:
+        connection.flush()
+        if connection.traffic is self:
+            with self.changed:
+                self.changed.notify_all()
+
+    def flush_after(self, copy: Copy, connection: Connection) -> None:
+        """Have ``connection`` go on once ``copy`` is complete."""
+        self._copies.when(copy, partial(self._flush, connection))
 
     def _read(self, connection: Connection) -> None:
         """Read what there is; the caller holds ``connection.reading``.
@@ -386,6 +396,7 @@ class Hub:
     def close(self) -> None:
         """End all connections and the thread."""
         self._closed = True
+        self._copies.stop()
         self._loop.stop()
         self._receiver = None
         self.offers.close()

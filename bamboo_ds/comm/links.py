@@ -20,6 +20,7 @@ from . import wire
 from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
+from .staging import Copy
 from .standing import ASK_AFTER_S, Stand, Standings
 from .wire import PeerMessage
 
@@ -192,16 +193,18 @@ class Links:
             found = self._inbox[key] = deque(found, newest)
         return found
 
-    def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload) -> Ticket:
+    def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload | wire.Staged) -> Ticket:
         """Send a message to another member; returns at once.
 
         Raises:
             EpochChanged, PeerLost: the epoch, or the connection, has ended.
             TypeError: ``payload`` cannot be sent.
         """
+        if isinstance(payload, wire.Staged):
+            return self._send(member, payload.encode(key, sequence, self.number), payload.copy)
         return self._send(member, wire.encode(key, sequence, payload, self.number))
 
-    def _send(self, member: str, frame: wire.Segments) -> Ticket:
+    def _send(self, member: str, frame: wire.Segments, copy: Copy | None = None) -> Ticket:
         self.life.check("send")
         self._check(member)
         try:
@@ -211,7 +214,10 @@ class Links:
             self.life.check("send")
             self._check(member)
             raise
-        return Ticket(connection, connection.send(self.number, frame))
+        ticket = Ticket(connection, connection.send(self.number, frame, copy))
+        if copy is not None:
+            self._hub.flush_after(copy, connection)
+        return ticket
 
     def _check(self, member: str) -> None:
         """Raise why nothing more will come from ``member``, if so."""

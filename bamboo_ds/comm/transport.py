@@ -14,9 +14,9 @@ from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
 from .session import Session
-from .wire import Payload, PeerMessage
+from .wire import Payload, PeerMessage, Staged
 
-__all__ = ["Lane", "Payload", "Transport"]
+__all__ = ["Lane", "Payload", "Staged", "Transport"]
 
 _TAGS = 1 << 24
 
@@ -90,12 +90,15 @@ class Transport:
         return f"{self._prefix}{lane.tag}".encode()
 
     # -- lanes -------------------------------------------------------------------------------------------
-    def send(self, lane: Lane, sequence: int, payload: Payload) -> None:
+    def send(self, lane: Lane, sequence: int, payload: Payload | Staged) -> Payload | Staged:
         """Send ``payload`` as message ``sequence`` of ``lane``; returns at once.
 
         The tensors are detached. Contiguous host tensors are not copied and are kept until the kernel has
-        taken them: they must not be changed until :meth:`drain`. (CUDA and other tensors, and payloads of
-        mailboxes, are copied.)
+        taken them: they must not be changed until :meth:`drain`. Tensors of a device are not copied yet when this
+        returns, and the same holds for them. (Other tensors, and payloads of mailboxes, are copied.)
+
+        Returns:
+            What can be sent again, and takes no memory of a device unless this member is the receiver.
 
         Raises:
             EpochChanged, PeerLost: see the class.
@@ -106,9 +109,13 @@ class Transport:
         if lane.tag not in self._outgoing:
             raise ValueError(f"lane {lane.name} does not start at member {self._epoch.member}")
         if lane.destination == self._epoch.member:
+            kept, payload = payload, payload.payload() if isinstance(payload, Staged) else payload
             self._links.deliver(self._key(lane), self._links.message(sequence, *wire.copied_tensors(payload)))
-        else:
-            self._links.send(lane.destination, self._key(lane), sequence, payload)
+            return kept
+        if not isinstance(payload, Staged):
+            payload = wire.staged(payload) or payload
+        self._links.send(lane.destination, self._key(lane), sequence, payload)
+        return payload
 
     def drain(self) -> None:
         """Wait until all messages that this member sent are in the memory of the receiving processes.

@@ -25,6 +25,7 @@ import numpy
 import torch
 
 from ..errors import ProtocolError
+from . import staging
 
 #: Bytes of the block with which every frame starts.
 HEAD = 256
@@ -73,20 +74,24 @@ def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segme
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
     structure, tensors = _structure(payload)
-    pieces = [view(data) for data in map(as_bytes, tensors) if data.numel()]
+    return _encode(key, sequence, structure, list(map(_in_host_memory, tensors)), epoch)
+
+
+def _encode(key: bytes, sequence: int, structure: int, tensors: Sequence[WireTensor], epoch: int) -> Segments:
+    pieces = [view(each.data) for each in tensors if each.data.numel()]
     return deque([[_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors))], *segments(pieces)])
 
 
-def _words(tensors: Sequence[torch.Tensor]) -> list[int]:
+def _words(tensors: Sequence[WireTensor]) -> list[int]:
     words: list[int] = []
     for tensor in tensors:
-        words += (_CODES[tensor.dtype], _CUDA if tensor.is_cuda else _HOST, tensor.dim(), *tensor.shape)
+        words += (_CODES[tensor.dtype], _CUDA if tensor.cuda else _HOST, len(tensor.shape), *tensor.shape)
     return words
 
 
 def describe(tensors: Sequence[torch.Tensor]) -> memoryview:
     """The head of a frame that carries ``tensors``."""
-    return _head(DATA, TUPLE, len(tensors), 0, 0, b"", _words(tensors))
+    return _head(DATA, TUPLE, len(tensors), 0, 0, b"", _words(list(map(_in_host_memory, tensors))))
 
 
 def described(data: memoryview) -> list[WireTensor]:
@@ -141,10 +146,14 @@ def _head(
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor`` in host memory, flat; shares its memory where it can."""
+    return _flat(tensor).to("cpu")
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor`` where it is."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _CODES:
         raise TypeError(f"cannot send a tensor of dtype {tensor.dtype} and layout {tensor.layout}")
-    host = tensor.detach().resolve_conj().resolve_neg()
-    return host.to("cpu").contiguous().reshape(-1).view(torch.uint8)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def view(data: torch.Tensor) -> memoryview:
@@ -200,6 +209,11 @@ class Buffers:
 _BUFFERS = Buffers()
 
 
+def _memory(size: int, for_device: bool) -> torch.Tensor:
+    found = staging.current() if for_device else None
+    return _BUFFERS.take(size) if found is None else found.streams.memory(size)
+
+
 def tensor_of(data: bytes | memoryview) -> torch.Tensor:
     """A flat byte tensor with a copy of ``data``."""
     found = torch.empty(len(data), dtype=torch.uint8)
@@ -209,7 +223,12 @@ def tensor_of(data: bytes | memoryview) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WireTensor:
-    """One tensor of a message: its bytes, and what they mean."""
+    """One tensor of a message: its bytes, and what they mean.
+
+    Attributes:
+        data: flat bytes.
+        cuda: they are in host memory, and the tensor belongs on a device.
+    """
 
     data: torch.Tensor
     dtype: torch.dtype
@@ -218,8 +237,57 @@ class WireTensor:
 
     def tensor(self) -> torch.Tensor:
         """The tensor, on the device type where its sender had it."""
-        tensor = self.data.view(self.dtype).reshape(self.shape)
-        return tensor.to("cuda") if self.cuda else tensor
+        return assemble(SINGLE, [self])  # type: ignore[return-value]
+
+
+def _in_host_memory(tensor: torch.Tensor) -> WireTensor:
+    return WireTensor(as_bytes(tensor), tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+
+
+@dataclass(frozen=True)
+class Staged:
+    """A payload that is on its way to host memory, and stays there. It may be sent any number of times.
+
+    Attributes:
+        tensors: complete when ``copy`` is.
+    """
+
+    structure: int
+    tensors: Sequence[WireTensor]
+    copy: staging.Copy
+
+    def payload(self) -> Payload:
+        """What was staged, on the device again."""
+        return assemble(self.structure, self.tensors, self.copy)
+
+    def encode(self, key: bytes, sequence: int, epoch: int) -> Segments:
+        """See :func:`encode`. What of it is not complete yet must not be looked at."""
+        return _encode(key, sequence, self.structure, self.tensors, epoch)
+
+
+def staged(payload: Payload) -> Staged | None:
+    """Have ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
+
+    Raises:
+        TypeError: see :func:`encode`.
+    """
+    found = staging.current()
+    if found is None:
+        return None
+    structure, tensors = _structure(payload)
+    flat = list(map(_flat, tensors))
+    there = [number for number, tensor in enumerate(tensors) if found.streams.carries(tensor)]
+    if not there:
+        return None
+    targets, copy = found.out([flat[number] for number in there])
+    flat = [tensor.clone() if number not in there else tensor for number, tensor in enumerate(flat)]
+    for number, target in zip(there, targets, strict=True):
+        flat[number] = target
+    parts = [
+        WireTensor(data, tensor.dtype, tuple(tensor.shape), number in there)
+        for number, (data, tensor) in enumerate(zip(flat, tensors, strict=True))
+    ]
+    return Staged(structure, parts, copy)
 
 
 @dataclass(frozen=True)
@@ -276,7 +344,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
             size = dtype.itemsize
             for extent in shape:
                 size *= extent
-            tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _CUDA))
+            tensors.append(WireTensor(_memory(size, device == _CUDA), dtype, shape, device == _CUDA))
     except (StopIteration, RuntimeError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, ProtocolError):
             raise
@@ -306,17 +374,28 @@ class PeerMessage:
         return assemble(self.structure, self.tensors)
 
 
-def assemble(structure: int, received: list[WireTensor]) -> Payload:
-    """The payload that was sent."""
+def assemble(structure: int, received: Sequence[WireTensor], after: staging.Copy | None = None) -> Payload:
+    """The payload that was sent. What belongs on a device goes there now, or, if that is not complete, ``after``."""
     if structure == NOTHING:
         return None
-    tensors = tuple(each.tensor() for each in received)
+    data = [each.data for each in received]
+    there = [number for number, each in enumerate(received) if each.cuda]
+    if there:
+        for number, copied in zip(there, _on_device([data[number] for number in there], after), strict=True):
+            data[number] = copied
+    pairs = zip(data, received, strict=True)
+    tensors = tuple(bytes_.view(each.dtype).reshape(each.shape) for bytes_, each in pairs)
     return tensors[0] if structure == SINGLE else tensors
 
 
+def _on_device(data: Sequence[torch.Tensor], after: staging.Copy | None) -> Sequence[torch.Tensor]:
+    found = staging.current()
+    return [each.to("cuda") for each in data] if found is None else found.into(data, after)
+
+
 def copied_tensors(payload: Payload) -> tuple[int, list[WireTensor]]:
-    """Structure and copied tensors of ``payload``, for delivery within one member."""
+    """Structure and copied tensors of ``payload``, each where it is, for delivery within one member."""
     structure, tensors = _structure(payload)
     return structure, [
-        WireTensor(as_bytes(tensor).clone(), tensor.dtype, tuple(tensor.shape), tensor.is_cuda) for tensor in tensors
+        WireTensor(_flat(tensor).clone(), tensor.dtype, tuple(tensor.shape), False) for tensor in tensors
     ]

@@ -30,6 +30,7 @@ from ..stages import built
 from ..state.checkpoints import is_own
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
+from .context.streams import use_accelerator
 from .iteration.parts import IterationParts
 from .parts import Parts, parts_of
 from .replicas.refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
@@ -71,6 +72,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         check_schedule()
         self._replacements = replacements = Replacements(type(self))
         use_for_cuda(settings.comm.cuda_backend)
+        use_accelerator()
         layout = layout_of(module)
         job.check_first_engine()
         check_layers(module)

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from ...comm.transport import Lane, Payload
+from ...comm.transport import Lane, Payload, Staged
 from ...errors import ProtocolError
 from ...schedule import Hosts
 from ...topology import Role
@@ -34,36 +34,30 @@ class Boundaries(InContext):
 
     def send_activations(self, buffer_id: int) -> None:
         """Send the outputs of a micro-batch to the next part or stage."""
-        part = self.binding.current.share.part
-        self._send_on(self._lane(forward=True, sends=True), buffer_id, self._kept(part.activations, buffer_id))
+        self._send(self.binding.current.share.part.activations, buffer_id, self._lane(forward=True, sends=True))
 
     def send_grads(self, buffer_id: int) -> None:
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
-        payload = self._kept(runtime.share.part.gradients, buffer_id)
-        self._send_on(self._lane(forward=False, sends=True), buffer_id, payload)
         shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
-        if shadow is not None and runtime.share.part.begin == 0 and not self.progress.resumed:
-            self._send_on(shadow, buffer_id, payload)
+        uses = runtime.share.part.begin == 0 and not self.progress.resumed
+        lanes = self._lane(forward=False, sends=True), shadow if uses else None
+        self._send(runtime.share.part.gradients, buffer_id, *lanes)
 
     def resend_activation(self, buffer_id: int) -> None:
         """Send outputs again, to the new owner of the next part or stage."""
-        self._send_on(
-            self._lane(forward=True, sends=True), buffer_id, self.binding.current.share.part.activations[buffer_id]
-        )
+        self._send(self.binding.current.share.part.activations, buffer_id, self._lane(forward=True, sends=True))
 
     def resend_grad(self, buffer_id: int) -> None:
         """Send gradients again, to the new owner of the part or stage before."""
-        self._send_on(
-            self._lane(forward=False, sends=True), buffer_id, self.binding.current.share.part.gradients[buffer_id]
-        )
+        self._send(self.binding.current.share.part.gradients, buffer_id, self._lane(forward=False, sends=True))
 
     def recv_activations(self, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""
         lane = self.incoming("activation")
         if lane is None:
             front, _ = self.binding.current.share.parts
-            payload = front.activations[buffer_id]
+            payload = on_device(front.activations[buffer_id])
         else:
             payload = self.receive(lane, buffer_id, self.place("activation", buffer_id))
         self.ds.pipe_buffers["inputs"][buffer_id] = as_leaves(payload)
@@ -77,7 +71,7 @@ class Boundaries(InContext):
         lane = self.incoming("grad")
         if lane is None:
             _, rear = self.binding.current.share.parts
-            self.ds.grad_layer = rear.gradients[buffer_id]
+            self.ds.grad_layer = on_device(rear.gradients[buffer_id])
         else:
             self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
 
@@ -123,13 +117,14 @@ class Boundaries(InContext):
         rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
         return self.hosts[rank][-1 if last else 0]
 
-    def _kept(self, store: dict[int, Payload], micro_batch: int) -> Payload:
-        """What is sent; it stays in ``store`` until commit if a takeover could need it."""
-        return store[micro_batch] if self.context.retains else store.pop(micro_batch)
-
-    def _send_on(self, lane: Lane | None, micro_batch: int, payload: Payload) -> None:
-        if lane is not None:
-            self.epoch.transport.send(lane, micro_batch, payload)
+    def _send(self, store: dict[int, Payload | Staged], micro_batch: int, *lanes: Lane | None) -> None:
+        """Send what is in ``store``; it stays there until commit if a takeover could need it."""
+        payload = store[micro_batch] if self.context.retains else store.pop(micro_batch)
+        for lane in lanes:
+            if lane is not None:
+                payload = self.epoch.transport.send(lane, micro_batch, payload)
+        if self.context.retains:
+            store[micro_batch] = payload
 
     # -- bubbles ------------------------------------------------------------------------------------------
 
@@ -151,6 +146,11 @@ class Boundaries(InContext):
         """Forget all waits: the schedule changes."""
         self._waits.clear()
         self.idle.forget()
+
+
+def on_device(payload: Payload | Staged) -> Payload:
+    """What a member computes with of what it has sent, or would send."""
+    return payload.payload() if isinstance(payload, Staged) else payload
 
 
 def as_leaves(payload: Payload) -> Any:

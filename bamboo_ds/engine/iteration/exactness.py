@@ -39,6 +39,7 @@ from ..data.batches import as_message, from_message
 from ..replicas.building import StageBuilder
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
+from .boundaries import on_device
 from .facts import (
     Facts,
     Tally,
@@ -263,7 +264,7 @@ class ExactChecks(InContext):
         else:
             for m in micro_batches:
                 name = f"output of the stage in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.share.part.activations[m])]
+                facts[name] = [checksum(t) for t in tensors_in(on_device(runtime.share.part.activations[m]))]
         sums = runtime.optimizer.local()
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         named = [(n, p) for n, p in module.named_parameters() if p.requires_grad and id(p) in known]
@@ -281,7 +282,7 @@ class ExactChecks(InContext):
         if role.stage > 0:
             for m in micro_batches:
                 name = f"gradient of the stage's input in micro-batch {m}"
-                facts[name] = [checksum(t) for t in tensors_in(runtime.share.part.gradients[m])]
+                facts[name] = [checksum(t) for t in tensors_in(on_device(runtime.share.part.gradients[m]))]
         return facts
 
     # -- after the step -----------------------------------------------------------------------------------

@@ -9,14 +9,14 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...comm.transport import Payload
+from ...comm.transport import Payload, Staged
 from ...observe.spans import Kind
 from ...topology import Role
 from ..context.lanes import Stream, assists
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..stage.runtime import StageRuntime
-from .boundaries import Boundaries, as_leaves
+from .boundaries import Boundaries, as_leaves, on_device
 from .exactness import ExactChecks
 from .measures import DRAWING, Measures
 from .passes import Passes
@@ -134,7 +134,7 @@ class RedundantPasses(InContext):
             return replica, "forward"
         return None
 
-    def _inputs(self, role: Role) -> dict[int, Payload]:
+    def _inputs(self, role: Role) -> dict[int, Payload | Staged]:
         """Outputs of the stage before ``role``, by micro-batch, as far as this member has computed them."""
         return self.binding.runtimes[self.epoch.plan.world.predecessor(role)].share.parts[-1].activations
 
@@ -195,7 +195,7 @@ class RedundantPasses(InContext):
             self.passes.backward(m)
             return
         m = replica.share.part.forwards
-        source = self._inputs(role)[m] if role.stage > 0 else None
+        source = on_device(self._inputs(role)[m]) if role.stage > 0 else None
         self.passes.use_role(role)
         if role.stage > 0:
             self.ds.pipe_buffers["inputs"][m] = as_leaves(source)

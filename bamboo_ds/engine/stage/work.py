@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...comm.transport import Payload
+from ...comm.transport import Payload, Staged
 from ...errors import ProtocolError
 from ...schedule import PartProgress
 from ...state import Tree
@@ -44,8 +44,8 @@ class Part:
     buffers: Buffers
     forwards: int = field(default=0, init=False)
     backwards: int = field(default=0, init=False)
-    activations: dict[int, Payload] = field(default_factory=dict, init=False)
-    gradients: dict[int, Payload] = field(default_factory=dict, init=False)
+    activations: dict[int, Payload | Staged] = field(default_factory=dict, init=False)
+    gradients: dict[int, Payload | Staged] = field(default_factory=dict, init=False)
     micro_losses: dict[int, torch.Tensor] = field(default_factory=dict, init=False)
     saved: dict[int, int] = field(default_factory=dict, init=False)
     since: int = field(default=0, init=False)

@@ -1,0 +1,152 @@
+"""The way of tensors between a device and host memory, beside what the device computes.
+
+::
+
+    computing        ... writes the tensor |                         | reads the tensor ...
+    out-stream                             copies it to the host |   ^
+    writer (network)                                             sends |
+    in-stream                                                        copies it to the device
+
+No thread of the script waits for a device: a copy to the host begins when the device has computed the tensor, and the
+network's writer takes it when its mark is reached; a copy to the device begins when the message is taken, and what the
+device computes from it follows its mark. Both ends keep what is copied, and where to, until then.
+
+A host's own tensors go as they are.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+class Mark(Protocol):
+    """A point in what a device does."""
+
+    def reached(self) -> bool:
+        """Whether the device is through with all before it."""
+
+    def wait(self) -> None:
+        """Wait for that."""
+
+
+class Streams(Protocol):
+    """What copies between a device and host memory. Called by the main thread, but :meth:`memory`."""
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is on a device."""
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Host memory of ``size`` bytes that a device copies to and from by itself, flat, with any content.
+
+        For any thread.
+        """
+
+    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
+        """Begin to copy flat bytes to the host, once the device has computed what it was told to so far.
+
+        ``sources`` and ``targets`` have to be there, and stay as they are, until the mark.
+        """
+
+    def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
+        """Begin to copy flat bytes to this process's device, once ``after`` is reached; the same holds for ``sources``.
+
+        They may be the targets of the copy that ``after`` is the end of.
+        """
+
+    def order(self, mark: Mark) -> None:
+        """What the device is told to compute from now on follows ``mark``."""
+
+
+class Copy:
+    """Copies that are under way, up to ``mark``; ``kept`` has to be there until then."""
+
+    def __init__(self, mark: Mark, kept: Any) -> None:
+        self.mark, self._kept = mark, kept
+
+    def reached(self) -> bool:
+        """Whether they are complete; what was kept for them is let go then."""
+        if self._kept is not None and self.mark.reached():
+            self._kept = None
+        return self._kept is None
+
+    def wait(self) -> None:
+        """Wait for that."""
+        self.mark.wait()
+
+
+class Staging:
+    """Copies of this process's tensors between its device and host memory."""
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self._arriving: deque[Copy] = deque()
+
+    def out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Copy]:
+        """Begin to copy flat bytes to the host."""
+        targets = [self.streams.memory(source.numel()) for source in sources]
+        return targets, Copy(self.streams.copy_out(sources, targets), (sources, targets))
+
+    def into(self, sources: Sequence[torch.Tensor], after: Copy | None = None) -> list[torch.Tensor]:
+        """Flat bytes of the host on the device, for what it is told to compute from now on.
+
+        Args:
+            after: brings them to the host.
+        """
+        while self._arriving and self._arriving[0].reached():
+            self._arriving.popleft()
+        found, mark = self.streams.copy_in(sources, None if after is None else after.mark)
+        self._arriving.append(Copy(mark, sources))
+        self.streams.order(mark)
+        return found
+
+
+_staging: Staging | None = None
+
+
+def use(streams: Streams | None) -> None:
+    """From now on this process's tensors go and come by ``streams``; ``None``: while the host waits, if at all."""
+    global _staging
+    _staging = None if streams is None else Staging(streams)
+
+
+def current() -> Staging | None:
+    """By what tensors go and come, if this process has a device."""
+    return _staging
+
+
+class Waiter:
+    """Waits for copies to the host, in the order in which they were begun and end."""
+
+    def __init__(self) -> None:
+        self._awaited: queue.SimpleQueue[tuple[Copy, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+
+    def when(self, copy: Copy, call: Callable[[], None]) -> None:
+        """Call ``call``, on another thread, once ``copy`` is complete."""
+        self._awaited.put((copy, call))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="bamboo-staging", daemon=True)
+            self._thread.start()
+
+    def stop(self) -> None:
+        """Wait for no more of them. The thread ends when its device is through, which may be never."""
+        self._awaited.put(None)
+
+    def _run(self) -> None:
+        while (awaited := self._awaited.get()) is not None:
+            copy, call = awaited
+            try:
+                copy.wait()
+                call()
+            except Exception:  # the main thread finds it, too, in what it tells the device next
+                logger.exception("a copy from the device has failed")
+            del awaited, copy, call

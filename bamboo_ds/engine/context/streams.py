@@ -1,0 +1,80 @@
+"""Copies between the device of DeepSpeed's accelerator and host memory."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from deepspeed.accelerator import get_accelerator
+
+from ...comm import staging
+from ...comm.staging import Mark
+
+
+@dataclass(frozen=True)
+class Event:
+    """See :class:`~bamboo_ds.comm.staging.Mark`."""
+
+    event: Any
+
+    def reached(self) -> bool:
+        """Whether the device has come to it."""
+        return bool(self.event.query())
+
+    def wait(self) -> None:
+        """Wait for that."""
+        self.event.synchronize()
+
+
+class AcceleratorStreams:
+    """See :class:`~bamboo_ds.comm.staging.Streams`: a stream of the accelerator for each direction."""
+
+    def __init__(self) -> None:
+        self._accelerator: Any = get_accelerator()
+        self._out, self._in = self._accelerator.Stream(), self._accelerator.Stream()
+
+    def carries(self, tensor: torch.Tensor) -> bool:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        return tensor.device.type != "cpu"
+
+    def memory(self, size: int) -> torch.Tensor:
+        """Page-locked; torch keeps what is freed for the next one."""
+        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+
+    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        self._out.wait_stream(self._accelerator.current_stream())
+        with self._accelerator.stream(self._out):
+            for source, target in zip(sources, targets, strict=True):
+                target.copy_(source, non_blocking=True)
+        return self._mark(self._out)
+
+    def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        device = self._accelerator.current_device_name()
+        if after is not None:
+            assert isinstance(after, Event)
+            self._in.wait_event(after.event)
+        with self._accelerator.stream(self._in):
+            found = [source.to(device, non_blocking=True) for source in sources]
+        for each in found:
+            each.record_stream(self._accelerator.current_stream())  # the memory is the in-stream's
+        return found, self._mark(self._in)
+
+    def order(self, mark: Mark) -> None:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        assert isinstance(mark, Event)
+        self._accelerator.current_stream().wait_event(mark.event)
+
+    def _mark(self, stream: Any) -> Event:
+        event = self._accelerator.Event()
+        event.record(stream)
+        return Event(event)
+
+
+def use_accelerator() -> None:
+    """Have tensors of this process's device, if it has one, go and come by streams of their own. Idempotent."""
+    if staging.current() is None and get_accelerator().device_name() != "cpu":
+        staging.use(AcceleratorStreams())

@@ -1,0 +1,224 @@
+"""Tensors of a device go and come by streams of their own: nobody uses a copy before it is there, nor lets go of it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import random
+import threading
+import weakref
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bamboo_ds.comm import connection, staging, wire
+from bamboo_ds.comm.transport import Lane, Transport
+from tests.support.comm_worker import Cluster, Member, cluster
+from tests.support.late_streams import LateMark, LateStreams, install
+
+from .support.jobs import SUPPORT, Reference
+from .support.surviving import fault, survive_in_turn
+
+pytestmark = pytest.mark.claim("reference/limits.md")
+
+#: Messages of a conversation.
+COUNT = 60
+LOST = ("EpochChanged", "PeerLost")
+
+
+def lane(tag: int, source: int, destination: int) -> Lane:
+    return Lane(tag, f"m{source}", f"m{destination}", f"{source}>{destination}")
+
+
+LANES = [lane(0, 0, 1), lane(1, 1, 0), lane(2, 0, 0), lane(3, 0, 1)]
+
+
+def made(number: int) -> tuple[torch.Tensor, ...]:
+    """A payload: some tensors of any size, small ones, and ones that go in several segments."""
+    drawn = random.Random(number)
+    sizes = [drawn.choice((0, 1, 7, 1000, 300_000)) for _ in range(drawn.randint(1, 3))]
+    return tuple(torch.full((size,), float(number + place)) for place, size in enumerate(sizes))
+
+
+def same(found: Any, number: int) -> bool:
+    return all(map(torch.equal, found, made(number))) and len(found) == len(made(number))
+
+
+def begin(member: Member, seed: int, without: str = "") -> None:
+    """Use late streams; one of the waits for them is left out."""
+    streams = install(seed)
+    member.kept = [streams]
+    if without == "writer":
+        connection._complete = lambda copy: True
+    elif without == "source":
+        begun = staging.Staging.out
+        staging.Staging.out = lambda self, sources: _forgetting(*begun(self, sources))  # type: ignore[method-assign]
+    elif without == "order":
+        streams.order = lambda mark: None  # type: ignore[method-assign]
+    elif without == "payload":
+        wire.Staged.payload = lambda self: wire.assemble(self.structure, self.tensors)  # type: ignore[method-assign]
+    member.transport = Transport.open(member.session, LANES)
+
+
+def _forgetting(targets: list[torch.Tensor], copy: staging.Copy) -> tuple[list[torch.Tensor], staging.Copy]:
+    return targets, staging.Copy(copy.mark, targets)
+
+
+def talk(member: Member) -> int:
+    """Send what nobody else keeps, to the other one and to itself; some of it again. Returns how much was wrong."""
+    wrong, kept = 0, []
+    for number in range(COUNT):
+        kept.append(member.transport.send(LANES[0], number, made(number)))
+        if number % 5 == 0:
+            member.transport.send(LANES[2], number, kept[-1])
+            wrong += not same(member.transport.recv(LANES[2], number), number)
+    for number in range(0, COUNT, 7):
+        member.transport.send(LANES[3], number, kept[number])
+    member.transport.drain()
+    return wrong + member.kept[0].counts["lost"]
+
+
+def listen(member: Member) -> int:
+    """Returns how much was wrong."""
+    wrong = sum(not same(member.transport.recv(LANES[0], number), number) for number in range(COUNT))
+    return wrong + sum(not same(member.transport.recv(LANES[3], number), number) for number in range(0, COUNT, 7))
+
+
+def conversation(members: Cluster, seed: int, without: str = "") -> int:
+    """How much of a conversation was wrong."""
+    members.everybody("call", lambda _: (begin, seed, without))
+    members[0].start("call", talk)
+    members[1].start("call", listen)
+    return sum(int(members[index].finish(60)) for index in (0, 1))
+
+
+@pytest.fixture
+def pair(fork_server: None) -> Iterator[Cluster]:
+    with cluster(2, world=False) as found:
+        yield found
+
+
+@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 21))])
+def test_what_is_late_comes_whole_and_in_order(pair: Cluster, seed: int) -> None:
+    assert conversation(pair, seed) == 0
+    counts = pair[0].run("call", counted)
+    assert counts["out"] == COUNT and counts["lost"] == 0
+    assert pair[1].run("call", counted)["in"] == COUNT + len(range(0, COUNT, 7))
+
+
+def counted(member: Member) -> dict[str, int]:
+    return dict(member.kept[0].counts, lost=member.kept[0].counts["lost"])
+
+
+@pytest.mark.parametrize("without", ["writer", "source", "order", "payload"])
+def test_each_wait_is_needed(pair: Cluster, without: str) -> None:
+    """Leaving one out is found: the streams are as harsh as the test needs them to be."""
+    assert conversation(pair, 1, without) > 0
+
+
+class Pending:
+    """A mark that is reached when told."""
+
+    done = False
+
+    def reached(self) -> bool:
+        return self.done
+
+    def wait(self) -> None:
+        raise AssertionError("the script's thread must not wait")
+
+
+class PendingStreams(LateStreams):
+    """Whose copies are never through, unless told."""
+
+    def __init__(self) -> None:
+        self.mark = Pending()
+
+    def copy_out(self, sources: Any, targets: Any) -> Pending:
+        return self.mark
+
+    def copy_in(self, sources: Any, after: Any) -> tuple[list[torch.Tensor], Pending]:
+        return [torch.empty_like(source) for source in sources], self.mark
+
+    def order(self, mark: Any) -> None:
+        assert mark is self.mark
+
+
+def test_both_ends_of_a_copy_are_kept_until_it_is_complete() -> None:
+    """And not longer: a device's memory is scarce."""
+    streams = PendingStreams()
+    stage = staging.Staging(streams)
+    source, arrived = torch.zeros(4, dtype=torch.uint8), torch.zeros(4, dtype=torch.uint8)
+    sent, came = weakref.ref(source), weakref.ref(arrived)
+    (target,), copy = stage.out([source])
+    stage.into([arrived])
+    del source, arrived
+    gc.collect()
+    assert sent() is not None and came() is not None and not copy.reached()
+    streams.mark.done = True
+    assert copy.reached() and sent() is None
+    stage.into([target])
+    gc.collect()
+    assert came() is None
+
+
+def hang(member: Member) -> None:
+    """A device that is not through with anything any more, as one that waits for a lost member."""
+    member.kept[0].hold()
+    member.transport.send(LANES[0], 0, made(5))
+    member.transport.drain()
+
+
+def test_an_abort_does_not_wait_for_a_device(pair: Cluster) -> None:
+    """Nor does the next epoch, once the device goes on; nothing of the old one comes then."""
+    pair.everybody("call", lambda _: (begin, 3, ""))
+    pair[0].start("call", hang)
+    pair[0].wait_blocked()
+    for index in (0, 1):
+        pair[index].control("abort", "a test")
+    outcome = pair[0].outcome()
+    assert outcome is not None and outcome.kind in LOST
+    pair.attach()
+    pair[0].run("call", go_on)
+    assert conversation(pair, 4) == 0
+
+
+def go_on(member: Member) -> None:
+    member.kept[0].release()
+
+
+def test_the_thread_that_waits_for_copies_goes_on_after_a_failure_and_ends() -> None:
+    """A device that has failed says so at every mark."""
+    waiter, called = staging.Waiter(), threading.Event()
+    failing = Pending()
+    waiter.when(staging.Copy(failing, ()), lambda: pytest.fail("it is not complete"))
+    reached = LateMark(lambda: None)
+    waiter.when(staging.Copy(reached, ()), called.set)
+    reached.run()
+    assert called.wait(10)
+    waiter.stop()
+    assert waiter._thread is not None
+    waiter._thread.join(10)
+    assert not waiter._thread.is_alive()
+
+
+# -- jobs ------------------------------------------------------------------------------------------------------
+SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 21))]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", SEEDS)
+def test_takeovers_with_late_copies(tmp_path: Path, reference: Reference, seed: int) -> None:
+    """Kept tensors are sent again, sums and replicas come late: the results are those of an undisturbed run."""
+    drawn = random.Random(seed)
+    places = [("ForwardPass", 2), ("BackwardPass", 1), ("ReduceGrads", None)]
+    faults = [fault(rank, 2 + rank, *drawn.choice(places)) for rank in drawn.sample((1, 2, 3), 2)]
+    mode = drawn.choice(("lazy-frc-lazy-brc", "eager-frc-lazy-brc", "eager-frc-eager-brc"))
+    block = {"redundancy": {"mode": mode, "sync_every": drawn.choice((0, 2)), "verify_every": 2}}
+    script, arguments = SUPPORT / "train_late_streams.py", ("--late", str(seed))
+    survive_in_turn(tmp_path, reference, faults, arguments=arguments, bamboo=block, script=script)
+    counts = [json.loads(file.read_text()) for file in tmp_path.glob("late-*")]
+    assert len(counts) == 2 and all(each["out"] and each["in"] and not each["lost"] for each in counts), counts
