@@ -50,10 +50,12 @@ class Steps(InContext):
         runtime.stale = self.layout.sharded
 
     def clip_gradients(self) -> None:
-        """DeepSpeed's clipping in fp32, with the norm that the commit agreed on instead of collectives."""
-        norm = global_norm(self.layout, self.progress.agreed.squares[0]).to(self.ds.device)
-        limit = torch.tensor([float(self.ds.gradient_clipping())], device=norm.device)
-        factor = torch.min(torch.tensor([1.0], device=norm.device), limit / (norm + 1e-6))
+        """DeepSpeed's clipping in fp32, with the norm that the commit agreed on instead of collectives.
+
+        The factor is computed on the host, which knows the norm: a device gets it with each multiplication.
+        """
+        norm = global_norm(self.layout, self.progress.agreed.squares[0])
+        factor = torch.clamp(float(self.ds.gradient_clipping()) / (norm.reshape(()) + 1e-6), max=1.0)
         for parameter in self.ds.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.mul_(factor)
