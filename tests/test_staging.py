@@ -190,13 +190,13 @@ def go_on(member: Member) -> None:
     member.kept[0].release()
 
 
-def test_the_thread_that_waits_for_copies_goes_on_after_a_failure_and_ends() -> None:
+def test_the_thread_that_waits_for_a_device_goes_on_after_a_failure_and_ends() -> None:
     """A device that has failed says so at every mark."""
     waiter, called = staging.Waiter(), threading.Event()
     failing = Pending()
-    waiter.when(staging.Copy(failing, ()), lambda: pytest.fail("it is not complete"))
+    waiter.when(failing, lambda: pytest.fail("it is not reached"))
     reached = LateMark(lambda: None)
-    waiter.when(staging.Copy(reached, ()), called.set)
+    waiter.when(reached, called.set)
     reached.run()
     assert called.wait(10)
     waiter.stop()

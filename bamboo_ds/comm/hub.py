@@ -29,7 +29,7 @@ from .connection import Connection, Ended, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
-from .staging import Copy, Waiter
+from .staging import Copy, Mark, Waiter
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Hub:
         self._loop = SocketLoop()
         self._calls: dict[Connection, float] = {}  # until when they must be through
         self._closed = False
-        self._copies = Waiter()
+        self._marks = Waiter()
         self.offers = Offers(self._loop)
         self._traffic: dict[str, Traffic] = {each.purpose: each for each in (self, self.offers)}
         self._door = Door(
@@ -259,12 +259,19 @@ class Hub:
     def _flush(self, connection: Connection) -> None:
         connection.flush()
         if connection.traffic is self:
-            with self.changed:
-                self.changed.notify_all()
+            self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:
         """Have ``connection`` go on once ``copy`` is complete."""
-        self._copies.when(copy, partial(self._flush, connection))
+        self._marks.when(copy.mark, partial(self._flush, connection))
+
+    def notify_at(self, mark: Mark) -> None:
+        """Have those that wait look again once ``mark`` is reached."""
+        self._marks.when(mark, self._notify)
+
+    def _notify(self) -> None:
+        with self.changed:
+            self.changed.notify_all()
 
     def _read(self, connection: Connection) -> None:
         """Read what there is; the caller holds ``connection.reading``.
@@ -396,7 +403,7 @@ class Hub:
     def close(self) -> None:
         """End all connections and the thread."""
         self._closed = True
-        self._copies.stop()
+        self._marks.stop()
         self._loop.stop()
         self._receiver = None
         self.offers.close()

@@ -20,7 +20,7 @@ from . import wire
 from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
-from .staging import Copy
+from .staging import Copy, Mark
 from .standing import ASK_AFTER_S, Stand, Standings
 from .wire import PeerMessage
 
@@ -231,6 +231,10 @@ class Links:
         return None if connection is None else connection.rate
 
     # -- waiting -----------------------------------------------------------------------------------------
+    def notify_at(self, mark: Mark) -> None:
+        """Have those that wait look again once ``mark`` is reached."""
+        self._hub.notify_at(mark)
+
     def failure(self, member: str) -> EpochChanged | None:
         """Why nothing more will come from ``member``, or ``None``."""
         return self._failures.get(member)

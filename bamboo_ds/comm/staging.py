@@ -65,6 +65,12 @@ class Streams(Protocol):
     def order(self, mark: Mark) -> None:
         """What the device is told to compute from now on follows ``mark``."""
 
+    def mark(self) -> Mark:
+        """The end of what the device was told to compute so far."""
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """Between two of these that are reached."""
+
 
 class Copy:
     """Copies that are under way, up to ``mark``; ``kept`` has to be there until then."""
@@ -77,10 +83,6 @@ class Copy:
         if self._kept is not None and self.mark.reached():
             self._kept = None
         return self._kept is None
-
-    def wait(self) -> None:
-        """Wait for that."""
-        self.mark.wait()
 
 
 class Staging:
@@ -124,15 +126,15 @@ def current() -> Staging | None:
 
 
 class Waiter:
-    """Waits for copies to the host, in the order in which they were begun and end."""
+    """Waits for marks of a device, one after the other, in about the order in which they are reached."""
 
     def __init__(self) -> None:
-        self._awaited: queue.SimpleQueue[tuple[Copy, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def when(self, copy: Copy, call: Callable[[], None]) -> None:
-        """Call ``call``, on another thread, once ``copy`` is complete."""
-        self._awaited.put((copy, call))
+    def when(self, mark: Mark, call: Callable[[], None]) -> None:
+        """Call ``call``, on another thread, once ``mark`` is reached."""
+        self._awaited.put((mark, call))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bamboo-staging", daemon=True)
             self._thread.start()
@@ -143,10 +145,10 @@ class Waiter:
 
     def _run(self) -> None:
         while (awaited := self._awaited.get()) is not None:
-            copy, call = awaited
+            mark, call = awaited
             try:
-                copy.wait()
+                mark.wait()
                 call()
-            except Exception:  # the main thread finds it, too, in what it tells the device next
-                logger.exception("a copy from the device has failed")
-            del awaited, copy, call
+            except Exception:  # the script's thread finds it, too, in what it tells the device next
+                logger.exception("the device has failed")
+            del awaited, mark, call

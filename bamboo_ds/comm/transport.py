@@ -14,6 +14,7 @@ from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
 from .session import Session
+from .staging import Mark
 from .wire import Payload, PeerMessage, Staged
 
 __all__ = ["Lane", "Payload", "Staged", "Transport"]
@@ -169,6 +170,19 @@ class Transport:
     def ready(self, lane: Lane) -> bool:
         """Whether :meth:`recv` would return at once (an undelivered message is there)."""
         return bool(self._inbox(lane))
+
+    def await_message(self, lane: Lane, mark: Mark) -> None:
+        """Wait until a message of ``lane`` is there, or ``mark`` is reached.
+
+        Raises:
+            EpochChanged, PeerLost: see the class.
+        """
+        messages = self._inbox(lane)
+        operation = f"wait for a message on lane {lane.name}"
+        self._check(operation)
+        self._links.notify_at(mark)
+        with self._links.changed:
+            self._links.wait(operation, lambda: bool(messages) or mark.reached(), [lane.source])
 
     def arrival(self, lane: Lane) -> float | None:
         """``time.monotonic()`` at which the next undelivered message of ``lane`` arrived, if it has."""

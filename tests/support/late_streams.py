@@ -32,6 +32,7 @@ class LateMark:
 
     def __init__(self, copy: Callable[[], None]) -> None:
         self._copy = copy
+        self.made = time.perf_counter()
         self._done = threading.Event()
 
     def run(self) -> None:
@@ -79,7 +80,7 @@ class LateStreams:
     """
 
     def __init__(self, seed: int) -> None:
-        self._out, self._in = _Stream(seed, "out"), _Stream(seed, "in")
+        self._out, self._in, self._computing = (_Stream(seed, name) for name in ("out", "in", "computing"))
         self.counts: Counter[str] = Counter()
 
     def carries(self, tensor: torch.Tensor) -> bool:
@@ -102,14 +103,23 @@ class LateStreams:
     def order(self, mark: Mark) -> None:
         mark.wait()
 
+    def mark(self) -> Mark:
+        self.counts["marks"] += 1
+        return self._computing.mark(lambda: None)
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        assert isinstance(begin, LateMark) and isinstance(end, LateMark)
+        assert begin.reached() and end.reached(), "nobody knows that yet"
+        return end.made - begin.made
+
     def hold(self) -> None:
         """Copy nothing until :meth:`release`."""
-        for stream in (self._out, self._in):
+        for stream in (self._out, self._in, self._computing):
             stream.goes_on.clear()
 
     def release(self) -> None:
         """Go on."""
-        for stream in (self._out, self._in):
+        for stream in (self._out, self._in, self._computing):
             stream.goes_on.set()
 
     def _copying(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Callable[[], None]:

@@ -68,8 +68,17 @@ class AcceleratorStreams:
         assert isinstance(mark, Event)
         self._accelerator.current_stream().wait_event(mark.event)
 
-    def _mark(self, stream: Any) -> Event:
-        event = self._accelerator.Event()
+    def mark(self) -> Mark:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        return self._mark(self._accelerator.current_stream(), enable_timing=True)
+
+    def seconds(self, begin: Mark, end: Mark) -> float:
+        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        assert isinstance(begin, Event) and isinstance(end, Event)
+        return float(begin.event.elapsed_time(end.event)) / 1000
+
+    def _mark(self, stream: Any, **options: bool) -> Event:
+        event = self._accelerator.Event(**options)
         event.record(stream)
         return Event(event)
 

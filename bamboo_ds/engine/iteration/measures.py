@@ -6,11 +6,14 @@ Of memory the planner (:mod:`bamboo_ds.topology.room`) is told: state by its num
 from __future__ import annotations
 
 import os
+import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ...comm import staging
+from ...comm.staging import Mark, Streams
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
@@ -40,11 +43,16 @@ class IdleTimes:
     The pipeline repeats itself: a receive at the same place of the schedule waits about as long in every iteration. So
     the time from the start of a wait to the arrival of its message is remembered per place, and a redundant pass starts
     only if it is expected to end before the message comes. What has not been measured counts as no idle time.
+
+    Args:
+        streams: of a device that does passes behind the host, which has clocks of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams | None = None) -> None:
+        self._streams = streams
         self._idle: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_MEMORY))
         self._durations: dict[Hashable, float] = {}
+        self._running: deque[tuple[Hashable, Mark, Mark]] = deque()  # passes, their begins and ends
 
     def observe(self, place: Hashable, seconds: float) -> None:
         """The wait at ``place`` would have lasted ``seconds`` (0: the message was there already)."""
@@ -54,6 +62,26 @@ class IdleTimes:
         """Idle time to count on at ``place``."""
         seen = self._idle.get(place)
         return min(seen) if seen else 0.0
+
+    @contextmanager
+    def timing(self, kind: Hashable) -> Iterator[None]:
+        """The body does a pass of ``kind``, or tells a device to; how long it takes may be known later."""
+        if self._streams is None:
+            before = time.perf_counter()
+            yield
+            self.record(kind, time.perf_counter() - before)
+        else:
+            begin = self._streams.mark()
+            yield
+            self._running.append((kind, begin, self._streams.mark()))
+
+    def busy_until(self) -> Mark | None:
+        """When the device is through with all passes that it was told to do; ``None``: it is."""
+        while self._running and self._running[0][-1].reached():
+            assert self._streams is not None
+            kind, *marks = self._running.popleft()
+            self.record(kind, self._streams.seconds(*marks))
+        return self._running[-1][-1] if self._running else None
 
     def record(self, kind: Hashable, seconds: float) -> None:
         """A pass of ``kind`` took ``seconds``."""
@@ -164,4 +192,6 @@ class Measures:
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
         waits = context.ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         times = BlockTimes(bool(context.layout.blocks) and waits)
-        return cls(IdleTimes(), times, PassBytes(context, context.settings.topology.memory_limit is not None))
+        device = staging.current()
+        idle = IdleTimes(None if device is None else device.streams)
+        return cls(idle, times, PassBytes(context, context.settings.topology.memory_limit is not None))

@@ -100,10 +100,10 @@ class Passes(InContext):
             return
         if buffer_id != part.forwards:
             raise ProtocolError(f"forward {buffer_id} of role {runtime.role} comes after {part.forwards} forwards")
-        begin = time.perf_counter()
         begin_forward()
         self._note_layers(runtime)
         with (
+            self.measures.idle.timing((runtime.role, "forward")),
             self.slices.in_pass(keeps=any((runtime.share.first_layers or {}).values())),
             self.generators.keyed(Drawing.FORWARD, runtime, buffer_id),
             seeded_layers(self.ds.module, self.progress.consumed + buffer_id),
@@ -126,7 +126,6 @@ class Passes(InContext):
             part.activations[buffer_id] = _detached(self.ds.pipe_buffers["outputs"][buffer_id])
         part.forwards += 1
         self.sums.mark()
-        self.measures.idle.record((runtime.role, "forward"), time.perf_counter() - begin)
 
     def backward(self, buffer_id: int) -> None:
         """The backward pass of a micro-batch, whose gradients go into the role's sums."""
@@ -134,10 +133,10 @@ class Passes(InContext):
         part, (first, last) = runtime.share.part, self._at_ends(runtime)
         if buffer_id != part.backwards:
             raise ProtocolError(f"backward {buffer_id} of role {runtime.role} comes after {part.backwards} backwards")
-        begin = time.perf_counter()
         if last:
             self.ds.loss = part.micro_losses.pop(buffer_id)
         with (
+            self.measures.idle.timing((runtime.role, "backward")),
             self.slices.in_pass(keeps=True),
             self.generators.keyed(Drawing.BACKWARD, runtime, buffer_id),
             seeded_layers(self.ds.module),
@@ -159,7 +158,6 @@ class Passes(InContext):
             part.gradients[buffer_id] = _input_gradients(inputs)
         part.backwards += 1
         part.saved.pop(buffer_id, None)
-        self.measures.idle.record((runtime.role, "backward"), time.perf_counter() - begin)
 
     def _at_ends(self, runtime: StageRuntime) -> tuple[bool, bool]:
         return runtime.at_ends(runtime.share.part, self.layout.stages)

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...comm.transport import Payload, Staged
+from ...comm.transport import Lane, Payload, Staged
 from ...observe.spans import Kind
 from ...topology import Role
 from ..context.lanes import Stream, assists
@@ -68,6 +68,7 @@ class RedundantPasses(InContext):
             coming = self.boundaries.incoming(awaits)
             assert coming is not None and buffer_id is not None
             lane, place = coming, self.boundaries.place(awaits, buffer_id)
+        self._await_device(lane)
         begin = self.boundaries.begin_wait(place)
         while not self.epoch.transport.ready(lane):
             if self._draw(place, begin):
@@ -80,6 +81,14 @@ class RedundantPasses(InContext):
             if not self.measures.idle.fits(place, time.monotonic() - begin, duration):
                 return
             self.run(replica, kind)
+            self._await_device(lane)
+
+    def _await_device(self, lane: Lane) -> None:
+        """A bubble begins when the device is through with what it was told to do, unless the message is there."""
+        busy = self.measures.idle.busy_until()
+        if busy is not None:
+            self.epoch.transport.await_message(lane, busy)
+            self.measures.idle.busy_until()
 
     def _draw(self, place: Hashable, begin: float) -> bool:
         """Draw a batch if there is one to be drawn later, and time for it; whether it has."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -237,7 +236,7 @@ class Replication(InContext):
         agreed, settings = self.progress.agreed, self.ds.step_settings()
 
         def step(runtime: StageRuntime) -> None:
-            known, begin = positions(), time.perf_counter()
+            known = positions()
             if known is not None:
                 known[0].assure(runtime)
             if trained:
@@ -245,12 +244,15 @@ class Replication(InContext):
             own, committed = runtime.results, self.progress.committed
             runtime.results, self.progress.committed = results, agreed
             # A script may evaluate in inference mode, and reduce tensors of its own.
-            with torch.inference_mode(False), self.ds.with_step_settings(settings):
+            with (
+                self.boundaries.idle.timing((runtime.role, "step")),
+                torch.inference_mode(False),
+                self.ds.with_step_settings(settings),
+            ):
                 self.steps.step_replica(runtime)
             runtime.results, self.progress.committed = own, committed
             if known is not None:
                 known[1].assure(runtime)
-            self.boundaries.idle.record((runtime.role, "step"), time.perf_counter() - begin)
 
         return step
 
