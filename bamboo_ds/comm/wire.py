@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..devices import HOST
 from ..errors import ProtocolError
 
 #: Bytes of the block with which every frame starts.
@@ -44,7 +45,8 @@ DATA, FLUSH, ACK, LEFT, SHARE = range(5)
 EVERY = (1 << 63) - 1
 #: Structures of payloads.
 NOTHING, SINGLE, TUPLE = range(3)
-_HOST, _CUDA = range(2)
+#: Where the sender has a tensor: in host memory, or in that of its device.
+_HOST, _DEVICE = range(2)
 
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
@@ -80,7 +82,12 @@ def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segme
 def _words(tensors: Sequence[torch.Tensor]) -> list[int]:
     words: list[int] = []
     for tensor in tensors:
-        words += (_CODES[tensor.dtype], _CUDA if tensor.is_cuda else _HOST, tensor.dim(), *tensor.shape)
+        words += (
+            _CODES[tensor.dtype],
+            _HOST if tensor.device.type == HOST.type else _DEVICE,
+            tensor.dim(),
+            *tensor.shape,
+        )
     return words
 
 
@@ -209,17 +216,17 @@ def tensor_of(data: bytes | memoryview) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class WireTensor:
-    """One tensor of a message: its bytes, and what they mean."""
+    """One tensor of a message: its bytes in host memory, what they mean, and whether its sender had it on a device."""
 
     data: torch.Tensor
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cuda: bool
+    on_device: bool
 
-    def tensor(self) -> torch.Tensor:
-        """The tensor, on the device type where its sender had it."""
+    def tensor(self, device: torch.device = HOST) -> torch.Tensor:
+        """The tensor; on ``device``, that of the receiver, if its sender had it on its own."""
         tensor = self.data.view(self.dtype).reshape(self.shape)
-        return tensor.to("cuda") if self.cuda else tensor
+        return tensor.to(device) if self.on_device else tensor
 
 
 @dataclass(frozen=True)
@@ -276,7 +283,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
             size = dtype.itemsize
             for extent in shape:
                 size *= extent
-            tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _CUDA))
+            tensors.append(WireTensor(_BUFFERS.take(size), dtype, shape, device == _DEVICE))
     except (StopIteration, RuntimeError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, ProtocolError):
             raise
@@ -301,16 +308,16 @@ class PeerMessage:
     tensors: list[WireTensor]
     arrival: float
 
-    def payload(self) -> Payload:
-        """What was sent. CUDA copies happen here: call it in the main thread."""
-        return assemble(self.structure, self.tensors)
+    def payload(self, device: torch.device = HOST) -> Payload:
+        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread."""
+        return assemble(self.structure, self.tensors, device)
 
 
-def assemble(structure: int, received: list[WireTensor]) -> Payload:
-    """The payload that was sent."""
+def assemble(structure: int, received: list[WireTensor], device: torch.device = HOST) -> Payload:
+    """The payload that was sent; ``device`` as for :meth:`WireTensor.tensor`."""
     if structure == NOTHING:
         return None
-    tensors = tuple(each.tensor() for each in received)
+    tensors = tuple(each.tensor(device) for each in received)
     return tensors[0] if structure == SINGLE else tensors
 
 
@@ -318,5 +325,6 @@ def copied_tensors(payload: Payload) -> tuple[int, list[WireTensor]]:
     """Structure and copied tensors of ``payload``, for delivery within one member."""
     structure, tensors = _structure(payload)
     return structure, [
-        WireTensor(as_bytes(tensor).clone(), tensor.dtype, tuple(tensor.shape), tensor.is_cuda) for tensor in tensors
+        WireTensor(as_bytes(tensor).clone(), tensor.dtype, tuple(tensor.shape), tensor.device.type != HOST.type)
+        for tensor in tensors
     ]

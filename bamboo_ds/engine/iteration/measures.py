@@ -11,6 +11,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ...devices import HOST
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
@@ -162,6 +163,6 @@ class Measures:
     def of(cls, context: EngineContext) -> Measures:
         """What is measured of the engine of ``context``."""
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
-        waits = context.ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        waits = context.ds.device.type == HOST.type or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         times = BlockTimes(bool(context.layout.blocks) and waits)
         return cls(IdleTimes(), times, PassBytes(context, context.settings.topology.memory_limit is not None))
