@@ -51,7 +51,7 @@ class RedundancyConfig(ConfigPart):
         None,
         gt=0,
         description="bound in MiB on what redundant forward passes keep for a later backward; `null`: half of what is "
-        "free on a CUDA device, none elsewhere",
+        "free on the device, none in host memory",
     )
     sync_every: Literal["auto"] | NonNegativeInt = Field(
         "auto",

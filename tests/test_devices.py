@@ -1,22 +1,36 @@
-"""Which GPU a worker gets, and what carries its tensors. No GPU is needed, and none is used."""
+"""Which device a worker gets, and what carries its tensors. None is needed, and none is used."""
 
 from __future__ import annotations
 
+import random
 import socket
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
-from bamboo_ds.comm import inner, nccl
-from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, use_for_cuda
+from bamboo_ds.comm import inner, nccl, wire
+from bamboo_ds.comm import work as work_module
+from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, own_kind, use_for_cuda
+from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.comm.work import ThroughHost
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import local_rank
+from bamboo_ds.devices import numbered
+from bamboo_ds.engine.stage.rng import keyed_generators, left_alone
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
+from .support.accelerators import FakeAccelerator, FakeDriver, far
+from .support.gloo import on_threads
 from .support.settings import agent
 
 pytestmark = pytest.mark.claim("reference/limits.md", "reference/settings.md")
@@ -48,21 +62,150 @@ def test_local_ranks(
 
 
 @pytest.mark.parametrize(
-    ("gpus", "nccl", "chosen", "expected"),
-    [(True, True, NCCL, NCCL), (True, True, GLOO, GLOO), (True, False, NCCL, GLOO), (False, True, NCCL, GLOO)],
+    ("kind", "backend", "nccl", "chosen", "expected"),
+    [
+        ("cuda", "nccl", True, NCCL, NCCL),
+        ("cuda", "nccl", True, GLOO, GLOO),
+        ("cuda", "nccl", False, NCCL, GLOO),
+        ("cpu", "gloo", True, NCCL, GLOO),
+        ("xpu", "xccl", True, NCCL, GLOO),
+        ("hpu", "hccl", True, NCCL, GLOO),
+    ],
 )
-def test_kinds(monkeypatch: pytest.MonkeyPatch, gpus: bool, nccl: bool, chosen: str, expected: str) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus)
+def test_kinds(
+    monkeypatch: pytest.MonkeyPatch, kind: str, backend: str, nccl: bool, chosen: str, expected: str
+) -> None:
+    FakeAccelerator(kind, backend=backend).install(monkeypatch)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
     monkeypatch.setattr(inner, "_cuda_kind", NCCL)  # put back afterwards
     use_for_cuda(chosen)
-    assert kind_for(CUDA) == expected
-    assert kind_for(torch.device("cpu")) == GLOO
+    assert own_kind() == expected == kind_for(torch.device(kind))
+    for other in {"cuda", "cpu", "xpu", "hpu"} - {kind}:
+        assert kind_for(torch.device(other)) == GLOO
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("name", "arguments", "expected"),
+    [
+        ("allreduce", lambda rank: ([far(1.0 + rank, 2.0)],), [[3.0, 4.0], [3.0, 4.0]]),
+        ("broadcast", lambda rank: ([far(5.0 + rank)],), [[5.0], [5.0]]),
+        ("allgather", lambda rank: ([[far(0.0), far(0.0)]], [far(1.0 + rank)]), [[1.0, 2.0], [1.0, 2.0]]),
+        ("alltoall_base", lambda rank: (far(0.0, 0.0), far(rank, rank + 10.0), [], []), [[0.0, 1.0], [10.0, 11.0]]),
+    ],
+)
+@pytest.mark.parametrize("way", ["wait", "future"])
+def test_collectives_of_devices_that_gloo_does_not_know(
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    arguments: Callable[[int], tuple[Any, ...]],
+    expected: list[list[float]],
+    way: str,
+) -> None:
+    """They run on copies in host memory: the tensors' own elements are out of gloo's reach."""
+    asked: list[torch.device] = []
+
+    def future_of(tensors: Iterable[torch.Tensor]) -> torch.futures.Future[Any]:
+        asked.extend(each.device for each in tensors)
+        return torch.futures.Future()  # one with such devices needs their driver
+
+    monkeypatch.setattr(work_module, "future_of", future_of)
+
+    def run(rank: int, group: Any) -> list[float]:
+        given = arguments(rank)
+        work = getattr(ThroughHost(group), name)(*given)
+        written = given[0] if isinstance(given[0], list) else [given[0]]
+        rows = [tensor for row in written for tensor in (row if isinstance(row, list) else [row])]
+        if way == "wait":
+            assert work.wait(timedelta(seconds=60))
+        else:
+            assert [id(each) for each in work.get_future().wait()] == [id(each) for each in rows]
+        assert work.wait() and work.is_completed() and [id(each) for each in work.result()] == [id(t) for t in rows]
+        return [float(element) for row in rows for element in row.elements]
+
+    assert on_threads([partial(run, 0), partial(run, 1)]) == expected
+    assert set(asked) == ({torch.device("xpu:0")} if way == "future" else set())
+
+
+@pytest.mark.integration
+def test_a_group_through_the_host_is_the_group_in_all_else() -> None:
+    def run(group: Any) -> tuple[int, bool]:
+        staged = ThroughHost(group)
+        tensor = torch.ones(1)
+        assert staged.barrier().wait() and staged.allreduce([tensor]).wait()
+        return staged.size(), hasattr(staged, "allgather_in_a_circle")
+
+    assert on_threads([run, run]) == [(2, False), (2, False)]
+
+
+def test_tensors_are_received_on_the_device_of_their_receiver() -> None:
+    """Whatever the number of the sender's, and whatever thread receives them."""
+    structure, (there, here) = wire.copied_tensors((far(1.0, 2.0, device="xpu:3"), torch.ones(1)))
+    assert there.data.device == here.data.device == torch.device("cpu")
+    with FakeDriver():
+        got = wire.assemble(structure, [there, here], torch.device("xpu:1"))
+    assert isinstance(got, tuple) and isinstance(got[0], torch.Tensor)
+    assert [each.device for each in got] == [torch.device("xpu:1"), torch.device("cpu")]
+    head = wire.describe((far(1.0, device="cuda:7"), torch.ones(2)))
+    assert [each.on_device for each in wire.described(head)] == [True, False]
+    plain = wire.assemble(structure, [there, here])
+    assert isinstance(plain, tuple) and [each.device.type for each in plain] == ["cpu", "cpu"], "copies of state"
+    assert plain[0].tolist() == [1.0, 2.0]
+
+
+def test_what_roles_of_one_member_hand_on_stays_on_its_device() -> None:
+    lane, inboxes = Lane(1, "m0", "m0", "act (0,0)->(0,1)"), defaultdict[bytes, deque[Any]](deque)
+    links = SimpleNamespace(
+        changed=threading.Condition(),
+        inbox=lambda key, newest: inboxes[key],
+        deliver=lambda key, message: inboxes[key].append(message),
+        message=lambda sequence, *content: wire.PeerMessage("m0", sequence, *content, arrival=0.0),
+        wait=lambda operation, ready, members, timeout: ready(),
+    )
+    life, plan = SimpleNamespace(aborted=None), SimpleNamespace(members=("m0",))
+    epoch: Any = SimpleNamespace(links=links, life=life, plan=plan, member="m0", number=1, next_transport=lambda: 1)
+    transport = Transport(epoch, [lane], torch.device("xpu:2"))
+    for sequence in range(2):
+        transport.send(lane, sequence, far(1.0, device="xpu:2"))
+    with FakeDriver():
+        got = transport.recv(lane, 0), *(payload for _, payload in transport.take(lane))
+    assert [each.device for each in got if isinstance(each, torch.Tensor)] == [torch.device("xpu:2")] * 2
+
+
+def test_random_numbers_of_any_device_are_keyed(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FakeAccelerator("xpu", number=2).install(monkeypatch)
+    before = own.generators[2].get_state()
+    for device in ("xpu:2", "xpu"):  # the current one
+        found = []
+        for _ in range(2):
+            with keyed_generators(5, torch.device(device)):
+                found.append(torch.rand(3, generator=own.generators[2]))
+        assert torch.equal(*found)
+        assert torch.equal(own.generators[2].get_state(), before)
+    with left_alone(torch.device("xpu:2")):
+        torch.rand(1, generator=own.generators[2])
+        torch.rand(1)
+        random.random()
+    assert torch.equal(own.generators[2].get_state(), before)
+    assert {each for each in own.asked if each[0] == "generator"} == {("generator", 2)}
+
+
+def test_a_communicator_is_there_when_its_device_is_through(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FakeAccelerator("cuda", number=1).install(monkeypatch)
+
+    class Group:
+        def allreduce(self, tensors: list[torch.Tensor]) -> Any:
+            own.asked.append(("allreduce", tensors))
+            return SimpleNamespace(wait=lambda: own.asked.append("wait"))
+
+    monkeypatch.setattr(torch, "zeros", lambda size, device: str(device))
+    inner.connect(Group(), numbered(torch.device("cuda")))
+    assert own.asked == [("allreduce", ["cuda:1"]), "wait", ("synchronize", 1)]
 
 
 def test_the_setting_holds_from_the_first_group_on(monkeypatch: pytest.MonkeyPatch) -> None:
     """The job knows it before its script can have a group of its own."""
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    FakeAccelerator("cuda", backend="nccl").install(monkeypatch)
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: True)
     monkeypatch.setattr(inner, "_cuda_kind", NCCL)
     block = BambooConfig.model_validate({"comm": {"cuda_backend": "gloo"}})

@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from dataclasses import asdict, dataclass
 from email.utils import parsedate_to_datetime
 from pathlib import Path
@@ -231,23 +232,31 @@ def limits(_: Patient) -> Iterator[Finding]:
 
 
 def devices(_: Patient) -> Iterator[Finding]:
-    """GPUs as torch sees them, and NCCL."""
+    """The devices that DeepSpeed would compute on, and what reduces their tensors: NCCL, or gloo on the host."""
     import torch
 
-    driver = shutil.which("nvidia-smi") is not None
-    if not torch.cuda.is_available():
-        if driver:
+    from ..comm.inner import NCCL
+    from ..devices import HOST, accelerator
+
+    with redirect_stdout(sys.__stderr__):  # what DeepSpeed says when it is imported is no finding
+        own = accelerator()
+    kind = own.device_name()
+    if kind == HOST.type or not own.is_available():
+        if shutil.which("nvidia-smi") is not None and not os.environ.get("DS_ACCELERATOR"):
             cure = f"install a torch for CUDA; this one is {torch.__version__}"
             yield Finding("devices", "problem", "there is an NVIDIA driver, but torch sees no GPU", cure)
         else:
             yield Finding("devices", "ok", "no GPU: processors")
         return
-    names = ", ".join(torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count()))
-    if not torch.distributed.is_nccl_available():
+    module = torch.get_device_module(kind)
+    names = ", ".join(module.get_device_name(number) for number in range(own.device_count()))
+    if own.communication_backend_name() != NCCL:
+        yield Finding("devices", "ok", f"{names}; gloo, through host memory")
+    elif not torch.distributed.is_nccl_available():
         yield Finding("devices", "problem", f"{names}, but torch has no NCCL", "install a torch with NCCL")
-        return
-    version = ".".join(map(str, torch.cuda.nccl.version()))  # type: ignore[no-untyped-call]
-    yield Finding("devices", "ok", f"{names}; NCCL {version}")
+    else:
+        version = ".".join(map(str, own.communication_backend_version()))
+        yield Finding("devices", "ok", f"{names}; NCCL {version}")
 
 
 CHECKS: tuple[Check, ...] = (versions, configuration, store, clock, address, compiler_locks, disk, limits, devices)

@@ -32,7 +32,9 @@ _HELD = 256
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
-        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=["cpu", "cuda"])
+        own = torch.accelerator.current_accelerator()
+        devices = sorted({"cpu", "cuda", "cpu" if own is None else own.type})
+        dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         dist.get_backend = registry.get_backend = naming_what_scripts_know(registry.get_backend)
         dist.monitored_barrier = registry.monitored_barrier = not_asking_for_devices(registry.monitored_barrier)
         # All that makes groups ends in this function, also where `new_group` was imported before.

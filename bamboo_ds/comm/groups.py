@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ..devices import HOST, numbered
 from . import sockets
 from .aborts import Aborts
 from .c10d import dist
@@ -25,7 +26,7 @@ from .inner import BEHIND, GLOO, connect, create_inner
 from .keyvalue import TorchStore
 from .links import Links
 from .sockets import Endpoint
-from .work import BambooWork
+from .work import BambooWork, ThroughHost
 
 logger = logging.getLogger(__name__)
 
@@ -83,7 +84,8 @@ class Groups:
 
         Args:
             timeout: for the others to come when it is built, and default of its operations; ``None``: the epoch's.
-            device: of this member, for a kind that makes its communicator for a device.
+            device: of the tensors, on this member: a kind may make its communicator for it, or take them through host
+                memory.
 
         Raises:
             EpochChanged: aborted, before or meanwhile.
@@ -91,13 +93,14 @@ class Groups:
         """
         identity = (key, kind, tuple(members))
         group = self._groups.get(identity)
-        if group is not None:
-            return group
-        with self._building:
-            self._life.check(f"building group {key}")
-            if identity not in self._groups:
-                self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout, device)
-            return self._groups[identity]
+        if group is None:
+            with self._building:
+                self._life.check(f"building group {key}")
+                if identity not in self._groups:
+                    self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout, device)
+                group = self._groups[identity]
+        staged = kind == GLOO and device is not None and device.type != HOST.type
+        return ThroughHost(group) if staged else group
 
     def _build(
         self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta, device: torch.device | None
@@ -127,8 +130,7 @@ class Groups:
         All ``members`` are there. If one is lost now, the thread is left to itself. Nothing waits for the end of that
         communicator: it has no tensor of anybody.
         """
-        if device.type == "cuda" and device.index is None:
-            device = torch.device("cuda", torch.cuda.current_device())
+        device = numbered(device)
         made: Future[None] = Future()
 
         def make() -> None:

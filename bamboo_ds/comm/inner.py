@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..errors import UnsupportedError
+from ..devices import HOST, accelerator
 from .c10d import Store, dist
 
 #: Kinds of inner groups.
@@ -30,13 +30,22 @@ def use_for_cuda(kind: str) -> None:
 
 
 def kind_for(device: torch.device) -> str:
-    """Which kind of inner group serves tensors on ``device``."""
-    if device.type == "cpu":
+    """Which kind of inner group serves tensors on ``device``.
+
+    That of devices for which DeepSpeed communicates by NCCL is NCCL, unless :func:`use_for_cuda` says otherwise. All
+    others are served by gloo, those of devices through host memory.
+    """
+    if device.type == HOST.type or not dist.is_nccl_available():
         return GLOO
-    if device.type == "cuda":
-        # torch asks for the group of CUDA tensors also on a machine without a GPU.
-        return _cuda_kind if dist.is_nccl_available() and torch.cuda.is_available() else GLOO
-    raise UnsupportedError(f"bamboo process groups carry cpu and cuda tensors, not {device.type}")
+    own = accelerator()
+    # torch asks for the group of CUDA tensors also on a machine without a GPU.
+    served = own.device_name() == device.type and own.communication_backend_name() == NCCL and own.is_available()
+    return _cuda_kind if served else GLOO
+
+
+def own_kind() -> str:
+    """The same of tensors on the device that this process computes on."""
+    return kind_for(torch.device(accelerator().device_name())) if dist.is_nccl_available() else GLOO
 
 
 def runs_behind(device: torch.device) -> bool:
@@ -44,19 +53,14 @@ def runs_behind(device: torch.device) -> bool:
     return kind_for(device) in BEHIND
 
 
-def gpus_run_behind() -> bool:
-    """The same of this process's GPUs, if it has any."""
-    return runs_behind(torch.device("cuda"))
-
-
 def connect(group: Any, device: torch.device) -> None:
     """Make the communicator of a new group that runs behind the host. Collective over its members; blocks.
 
-    Torch makes it in the group's first collective on ``device``.
+    Torch makes it in the group's first collective on ``device``, which has a number.
     """
     group.allreduce([torch.zeros(1, device=device)]).wait()
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    if device.type != HOST.type:
+        accelerator().current_stream(device.index).synchronize()
 
 
 def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedelta, gloo_device: Any) -> Any:

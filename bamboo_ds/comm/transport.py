@@ -10,6 +10,7 @@ from datetime import timedelta
 
 import torch
 
+from ..devices import HOST
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
@@ -49,8 +50,8 @@ class Transport:
     ``PeerLost`` when one is gone. The methods are for one thread at a time, the main thread.
     """
 
-    def __init__(self, epoch: Epoch, lanes: Sequence[Lane]) -> None:
-        self._epoch = epoch
+    def __init__(self, epoch: Epoch, lanes: Sequence[Lane], device: torch.device = HOST) -> None:
+        self._epoch, self._device = epoch, device
         self._links, self._life = epoch.links, epoch.life
         self._members = set(epoch.plan.members)
         self._closed = False
@@ -73,19 +74,20 @@ class Transport:
                     self._incoming[lane.tag] = self._links.inbox(self._key(lane), lane.newest)
 
     @classmethod
-    def open(cls, session: Session, lanes: Sequence[Lane]) -> Transport:
+    def open(cls, session: Session, lanes: Sequence[Lane], device: torch.device = HOST) -> Transport:
         """Open the lanes in the session's current epoch. Local: members connect when they first have something to send.
 
         All members open their transports in the same order. What arrived before is not lost.
 
         Args:
             lanes: all lanes of the world, or a superset of those that concern this member.
+            device: of this member; tensors that their senders have on theirs are received on it.
 
         Raises:
             EpochChanged: the epoch is aborted, or none is attached.
             ValueError: two lanes have one tag, or a lane names a member that is not in the plan.
         """
-        return cls(session.current, lanes)
+        return cls(session.current, lanes, device)
 
     def _key(self, lane: Lane) -> bytes:
         return f"{self._prefix}{lane.tag}".encode()
@@ -145,7 +147,7 @@ class Transport:
             if messages[0].sequence != sequence:
                 raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {messages[0].sequence}")
             message = messages.popleft()
-        return message.payload()
+        return message.payload(self._device)
 
     def take(self, lane: Lane) -> list[tuple[int, Payload]]:
         """What of ``lane`` has arrived, each with its number; also after an abort, until :meth:`close`."""
@@ -153,7 +155,7 @@ class Transport:
         with self._links.changed:
             taken = list(messages)
             messages.clear()
-        return [(message.sequence, message.payload()) for message in taken]
+        return [(message.sequence, message.payload(self._device)) for message in taken]
 
     def discard(self, lane: Lane, below: int) -> bool:
         """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device.

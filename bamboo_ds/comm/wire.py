@@ -18,12 +18,13 @@ import struct
 import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy
 import torch
 
+from ..devices import HOST
 from ..errors import ProtocolError
 from . import staging
 
@@ -45,7 +46,8 @@ DATA, FLUSH, ACK, LEFT, SHARE = range(5)
 EVERY = (1 << 63) - 1
 #: Structures of payloads.
 NOTHING, SINGLE, TUPLE = range(3)
-_HOST, _CUDA = range(2)
+#: Where the sender has a tensor: in host memory, or in that of its device.
+_HOST, _DEVICE = range(2)
 
 _DTYPE_NAMES = (
     *("float32", "float64", "float16", "bfloat16", "complex64", "complex128", "complex32"),
@@ -85,7 +87,7 @@ def _encode(key: bytes, sequence: int, structure: int, tensors: Sequence[WireTen
 def _words(tensors: Sequence[WireTensor]) -> list[int]:
     words: list[int] = []
     for tensor in tensors:
-        words += (_CODES[tensor.dtype], _CUDA if tensor.cuda else _HOST, len(tensor.shape), *tensor.shape)
+        words += (_CODES[tensor.dtype], _DEVICE if tensor.on_device else _HOST, len(tensor.shape), *tensor.shape)
     return words
 
 
@@ -227,21 +229,21 @@ class WireTensor:
 
     Attributes:
         data: flat bytes.
-        cuda: they are in host memory, and the tensor belongs on a device.
+        on_device: they are in host memory, and the tensor belongs on a device.
     """
 
     data: torch.Tensor
     dtype: torch.dtype
     shape: tuple[int, ...]
-    cuda: bool
+    on_device: bool
 
     def tensor(self) -> torch.Tensor:
-        """The tensor, on the device type where its sender had it."""
-        return assemble(SINGLE, [self])  # type: ignore[return-value]
+        """The tensor, where the bytes are."""
+        return self.data.view(self.dtype).reshape(self.shape)
 
 
 def _in_host_memory(tensor: torch.Tensor) -> WireTensor:
-    return WireTensor(as_bytes(tensor), tensor.dtype, tuple(tensor.shape), tensor.is_cuda)
+    return WireTensor(as_bytes(tensor), tensor.dtype, tuple(tensor.shape), tensor.device.type != HOST.type)
 
 
 @dataclass(frozen=True)
@@ -258,7 +260,7 @@ class Staged:
 
     def payload(self) -> Payload:
         """What was staged, on the device again."""
-        return assemble(self.structure, self.tensors, self.copy)
+        return assemble(self.structure, self.tensors, after=self.copy)
 
     def encode(self, key: bytes, sequence: int, epoch: int) -> Segments:
         """See :func:`encode`. What of it is not complete yet must not be looked at."""
@@ -344,7 +346,7 @@ def decode_meta(head: FrameHead, meta: bytes) -> tuple[bytes, list[WireTensor]]:
             size = dtype.itemsize
             for extent in shape:
                 size *= extent
-            tensors.append(WireTensor(_memory(size, device == _CUDA), dtype, shape, device == _CUDA))
+            tensors.append(WireTensor(_memory(size, device == _DEVICE), dtype, shape, device == _DEVICE))
     except (StopIteration, RuntimeError, ValueError, OverflowError, MemoryError) as error:
         if isinstance(error, ProtocolError):
             raise
@@ -369,28 +371,35 @@ class PeerMessage:
     tensors: list[WireTensor]
     arrival: float
 
-    def payload(self) -> Payload:
-        """What was sent. CUDA copies happen here: call it in the main thread."""
-        return assemble(self.structure, self.tensors)
+    def payload(self, device: torch.device = HOST) -> Payload:
+        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread."""
+        return assemble(self.structure, self.tensors, device)
 
 
-def assemble(structure: int, received: Sequence[WireTensor], after: staging.Copy | None = None) -> Payload:
-    """The payload that was sent. What belongs on a device goes there now, or, if that is not complete, ``after``."""
+def assemble(
+    structure: int, received: Sequence[WireTensor], device: torch.device = HOST, after: staging.Copy | None = None
+) -> Payload:
+    """The payload that was sent. What its sender had on its device goes to ``device``, that of the receiver.
+
+    Args:
+        after: brings it to the host.
+    """
     if structure == NOTHING:
         return None
     data = [each.data for each in received]
-    there = [number for number, each in enumerate(received) if each.cuda]
+    there = [number for number, each in enumerate(received) if each.on_device]
     if there:
-        for number, copied in zip(there, _on_device([data[number] for number in there], after), strict=True):
+        for number, copied in zip(there, _on_device([data[number] for number in there], device, after), strict=True):
             data[number] = copied
-    pairs = zip(data, received, strict=True)
-    tensors = tuple(bytes_.view(each.dtype).reshape(each.shape) for bytes_, each in pairs)
+    tensors = tuple(replace(each, data=flat).tensor() for each, flat in zip(received, data, strict=True))
     return tensors[0] if structure == SINGLE else tensors
 
 
-def _on_device(data: Sequence[torch.Tensor], after: staging.Copy | None) -> Sequence[torch.Tensor]:
+def _on_device(
+    data: Sequence[torch.Tensor], device: torch.device, after: staging.Copy | None
+) -> Sequence[torch.Tensor]:
     found = staging.current()
-    return [each.to("cuda") for each in data] if found is None else found.into(data, after)
+    return [each.to(device) for each in data] if found is None else found.into(data, after)
 
 
 def copied_tensors(payload: Payload) -> tuple[int, list[WireTensor]]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..devices import HOST
 from ..errors import EpochChanged
 from .c10d import dist
 from .inner import BEHIND, GLOO, Pending
@@ -317,3 +318,91 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         """Forget torch's handle, which keeps the sockets of its epoch open; returns it."""
         inner, self._inner = self._inner, None
         return inner
+
+
+class ThroughHost:
+    """A group of gloo for tensors on devices of any kind: its collectives run on copies in host memory.
+
+    The same sums in the same order as of tensors on CPUs. Everything else is the group's.
+    """
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def __getattr__(self, name: str) -> Any:
+        method = getattr(self._group, name)
+
+        def call(*arguments: Any) -> Any:
+            copies = _HostCopies()
+            result = method(*map(copies.of, arguments))
+            return StagedWork(result, copies.pairs(arguments[0])) if copies else result
+
+        return call if callable(method) else method
+
+
+class _HostCopies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
+    """Tensors and their copies in host memory, by the tensors' ids."""
+
+    def of(self, value: Any) -> Any:
+        """``value``, an argument of a collective, with copies in the place of tensors."""
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self:
+                self[id(value)] = value, value.detach().to(HOST, copy=True)
+            return self[id(value)][1]
+        return [self.of(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+    def pairs(self, value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Those of the tensors in ``value``."""
+        if isinstance(value, torch.Tensor):
+            return [self[id(value)]]
+        return [pair for each in value for pair in self.pairs(each)]
+
+
+class StagedWork:
+    """A work of gloo on copies in host memory, which are copied back once, when it has succeeded.
+
+    Args:
+        work: torch's.
+        written: the tensors that the collective writes, each with its copy.
+    """
+
+    def __init__(self, work: Any, written: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        self._work = work
+        self._written = written
+        self._result = [tensor for tensor, _ in written]
+        self._lock = threading.Lock()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._work, name)
+
+    def wait(self, *timeout: Any) -> bool:
+        """As torch's; then the results are on the device."""
+        done = bool(self._work.wait(*timeout))
+        self._copy_back()
+        return done
+
+    def result(self) -> list[torch.Tensor]:
+        """The tensors that the collective writes."""
+        return self._result
+
+    def get_future(self) -> torch.futures.Future[Any]:
+        """A future that completes with them, when they are on the device."""
+        future = future_of(self._result)
+
+        def settle(done: torch.futures.Future[Any]) -> None:
+            try:
+                done.value()
+            except RuntimeError as error:
+                future.set_exception(error)  # type: ignore[no-untyped-call]
+                return
+            self._copy_back()
+            future.set_result(self._result)
+
+        self._work.get_future().add_done_callback(settle)
+        return future
+
+    def _copy_back(self) -> None:
+        with self._lock:
+            for tensor, copy in self._written:
+                tensor.detach().copy_(copy)
+            self._written = []

@@ -114,7 +114,7 @@ class Job:
         A member that joins a running job stays detached: its engine is built without peers.
         """
         from ..comm import nccl
-        from ..comm.inner import gpus_run_behind
+        from ..comm.inner import BEHIND, own_kind
         from ..comm.session import init_process_group
         from ..forking import make_forks_sure
 
@@ -122,7 +122,7 @@ class Job:
         logs.configure()
         logs.set_context(member=self.channel.member)
         for found in nccl.prepare(os.environ):
-            if gpus_run_behind():
+            if own_kind() in BEHIND:
                 logger.warning("this worker may end with a loss elsewhere, or hang: the environment has %s", found)
         self.channel.activity.waiting = lambda: self.session.waiting
         self.channel.start(self._plan_arrived, self._agent_gone)

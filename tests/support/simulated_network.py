@@ -324,7 +324,7 @@ class SimulatedTransport:
             assert {lane.source, lane.destination} <= set(attachment.plan.members)
 
     @classmethod
-    def open(cls, session: Any, lanes: Sequence[Lane]) -> SimulatedTransport:
+    def open(cls, session: Any, lanes: Sequence[Lane], device: torch.device) -> SimulatedTransport:
         session.current.check()
         return cls(session.network, session.current, lanes)
 

@@ -8,11 +8,9 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
-import torch
-
 from ...errors import UnsupportedError
 from ..c10d import dist, registry
-from ..inner import GLOO, NCCL, kind_for
+from ..inner import GLOO, NCCL, own_kind
 
 #: Of our backend.
 NAME = "bamboo"
@@ -35,7 +33,7 @@ def naming_what_scripts_know(original: Callable[..., str]) -> Callable[..., str]
         if name != NAME:
             return name
         asked = (group or registry._get_default_group()).asked
-        kind = asked if asked is not None else kind_for(torch.device("cuda"))
+        kind = asked if asked is not None else own_kind()
         return dist.Backend.NCCL if kind == NCCL else dist.Backend.GLOO
 
     return get_backend

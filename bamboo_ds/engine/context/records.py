@@ -9,7 +9,9 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ...comm.transport import Transport
+import torch
+
+from ...comm.transport import Lane, Transport
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
 from ...schedule import Decision
@@ -31,6 +33,7 @@ class CurrentEpoch:
         job: this process's job.
         layout: the logical world.
         shadow_gradients: whether gradients are also sent to shadows.
+        device: that this member computes on.
 
     Attributes:
         channel: to the agent.
@@ -47,8 +50,8 @@ class CurrentEpoch:
     lanes: Lanes
     transport: Transport
 
-    def __init__(self, job: Job, layout: Layout, shadow_gradients: bool) -> None:
-        self.job, self.layout = job, layout
+    def __init__(self, job: Job, layout: Layout, shadow_gradients: bool, device: torch.device) -> None:
+        self.job, self.layout, self._device = job, layout, device
         self.channel, self.session, self.member = job.channel, job.session, job.session.member
         self._shadow_gradients = shadow_gradients
         self.begun = self.switch_due = self.copied = False
@@ -65,8 +68,12 @@ class CurrentEpoch:
         self.plan = plan
         self.switch_due = self.copied = False
         lanes = Lanes(plan, self._shadow_gradients)
-        self.transport = Transport.open(self.session, lanes.all())
+        self.transport = self.open(lanes.all())
         self.lanes, self.begun = lanes, True  # those of the transport, also if it could not be opened
+
+    def open(self, lanes: Sequence[Lane]) -> Transport:
+        """Streams of the current epoch, with what others have on their devices on this member's."""
+        return Transport.open(self.session, lanes, self._device)
 
     @property
     def leads(self) -> bool:

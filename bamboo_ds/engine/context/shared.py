@@ -53,7 +53,7 @@ class EngineContext:
     recording: Recording = field(init=False)
 
     def __post_init__(self) -> None:
-        self.epoch = CurrentEpoch(self.job, self.layout, self.mode.eager_backward)
+        self.epoch = CurrentEpoch(self.job, self.layout, self.mode.eager_backward, self.ds.device)
         self.progress = Progress(torch.initial_seed())
         self.history = History(self.layout.slices)
         self.beats = Beats(self.job.channel.activity, self.progress)

@@ -353,7 +353,7 @@ class ExactChecks(InContext):
         epoch = self.epoch.plan.epoch
         if self._opened is None or self._opened[0] != epoch:
             lanes = RehearsalLanes(self.epoch.plan)
-            self._opened = epoch, lanes, Transport.open(self.epoch.session, lanes.all())
+            self._opened = epoch, lanes, self.epoch.open(lanes.all())
         return self._opened[1:]
 
     def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:

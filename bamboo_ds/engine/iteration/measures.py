@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ...comm import staging
 from ...comm.staging import Mark, Streams
+from ...devices import HOST
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
@@ -190,7 +191,7 @@ class Measures:
     def of(cls, context: EngineContext) -> Measures:
         """What is measured of the engine of ``context``."""
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
-        waits = context.ds.device.type == "cpu" or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
+        waits = context.ds.device.type == HOST.type or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         times = BlockTimes(bool(context.layout.blocks) and waits)
         device = staging.current()
         idle = IdleTimes(None if device is None else device.streams)

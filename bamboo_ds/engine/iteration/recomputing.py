@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from ...devices import HOST, accelerator, room
 from ..stage.runtime import StageRuntime
 
 
@@ -31,20 +32,17 @@ def end_iteration() -> None:
 
 
 def default_budget(device: torch.device) -> float | None:
-    """Bytes that redundant forwards may keep where no setting says: half of what is free on a CUDA device now.
+    """Bytes that redundant forwards may keep where no setting says: half of what is free on a device now.
 
-    Elsewhere there is no bound.
+    In host memory there is no bound.
     """
-    if device.type != "cuda":
-        return None
-    free, _ = torch.cuda.mem_get_info(device)
-    return (free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)) / 2
+    return None if device.type == HOST.type else room(device) / 2
 
 
 def release_cache(device: torch.device) -> None:
     """Give freed memory back to the device, for allocations of another size."""
-    if device.type == "cuda":
-        torch.cuda.empty_cache()
+    if device.type != HOST.type:
+        accelerator().empty_cache()
 
 
 @contextmanager

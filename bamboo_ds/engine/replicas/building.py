@@ -142,7 +142,7 @@ class StageBuilder(InContext):
         """Give the bound ``runtime`` module, optimizer and scheduler of its role, with ``state``."""
         ds, local = self.ds, self.binding.local
         module = build_stage_module(local.module, runtime.role.stage, ds.device)
-        with left_alone():
+        with left_alone(ds.device):
             built(module, runtime.role.stage)
         module._grid, module.global_rank = ds.grid, ds.global_rank
         ds.put_module(module)

@@ -59,7 +59,7 @@ def build_stage_module(module: Any, stage: int, device: torch.device) -> Any:
         specs[index] = with_own_parts(own.of(specs[index]), copies, f"layer {index}")
     other._layer_specs = specs
     other.seed_layers = False  # it would seed every generator of the process
-    with left_alone():
+    with left_alone(device):
         try:
             other._build()
         except torch.OutOfMemoryError:

@@ -12,6 +12,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from ...config import BLOCK
+from ...devices import HOST
 from ...errors import ConfigError
 
 #: Key under which members answer with the settings of the job.
@@ -65,8 +66,8 @@ def flags_here(device: torch.device) -> dict[str, str]:
         "torch.use_deterministic_algorithms(warn_only)": torch.is_deterministic_algorithms_warn_only_enabled(),
         "torch.set_flush_denormal": not torch.tensor(5e-324, dtype=torch.float64).mul(1.0).item(),
     }
-    if device.type == "cuda":
-        # Each process has a GPU of its own as its default device.
+    if device.type != HOST.type:
+        # Each process has a device of its own as its default device.
         found["torch.set_default_device"] = torch.get_default_device().type
     else:
         found["torch.set_num_threads (OMP_NUM_THREADS)"] = torch.get_num_threads()
@@ -111,7 +112,7 @@ def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
         device: on which the process computes. On CPUs torch's kernels give the same bits each time.
         flags: what :func:`flags_here` gives.
     """
-    if device.type == "cpu":
+    if device.type == HOST.type:
         return []
     asked = flags["torch.use_deterministic_algorithms"] == "True"
     only_warned = flags["torch.use_deterministic_algorithms(warn_only)"] == "True"

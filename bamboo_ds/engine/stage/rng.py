@@ -14,6 +14,7 @@ from typing import Any
 import numpy
 import torch
 
+from ...devices import HOST, accelerator, numbered
 from ...topology import Role
 
 #: Modules that track random number states by name, DeepSpeed's and Megatron's; each has its tracker as a global.
@@ -58,7 +59,7 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0, others: b
 
     So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
     replays them (it records the generator's state inside the body), and the script's own stream of random
-    numbers is left alone. Covers torch's CPU generator and, for a CUDA ``device``, that device's, the states that
+    numbers is left alone. Covers torch's CPU generator and that of another ``device``, the states that
     DeepSpeed's and Megatron's ``get_cuda_rng_tracker`` have by name, and with ``others`` Python's and NumPy's, which
     takes twenty times as long.
 
@@ -86,9 +87,9 @@ def seed_generators(seed: int, device: torch.device, number: int = 0, others: bo
 
 
 def default_generators(device: torch.device, others: bool = False) -> list[Any]:
-    """torch's default generators of the CPU and of a CUDA ``device``, and with ``others`` Python's and NumPy's."""
-    cuda = [torch.cuda.default_generators[device.index or 0]] if device.type == "cuda" else []
-    return [torch.default_generator, *cuda, *((random, numpy.random) if others else ())]
+    """torch's default generators of the CPU and of another ``device``, and with ``others`` Python's and NumPy's."""
+    own = [] if device.type == HOST.type else [accelerator().default_generator(numbered(device).index)]
+    return [torch.default_generator, *own, *((random, numpy.random) if others else ())]
 
 
 def _trackers() -> list[Any]:
@@ -98,14 +99,14 @@ def _trackers() -> list[Any]:
 
 def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
     """State of the generator ``name`` in the pass that ``seed`` belongs to."""
-    generator = torch.Generator(device if device.type == "cuda" else "cpu")
+    generator = torch.Generator(device)
     return generator.manual_seed(_hashed(struct.pack("<q", seed) + name.encode())).get_state()
 
 
 @contextmanager
-def left_alone() -> Iterator[None]:
-    """Restore the states of the generators of torch, Python and NumPy after the body."""
-    with restored((random, numpy.random)), torch.random.fork_rng(enabled=True):
+def left_alone(device: torch.device) -> Iterator[None]:
+    """Restore the states of torch's default generators, Python's and NumPy's, after the body."""
+    with restored(default_generators(device, others=True)):
         yield
 
 
