@@ -140,7 +140,10 @@ def test_a_group_through_the_host_is_the_group_in_all_else() -> None:
 
 def test_tensors_are_received_on_the_device_of_their_receiver() -> None:
     """Whatever the number of the sender's, and whatever thread receives them."""
-    structure, (there, here) = wire.copied_tensors((far(1.0, 2.0, device="xpu:3"), torch.ones(1)))
+    structure, (there, here) = (
+        wire.TUPLE,
+        [wire._in_host_memory(t) for t in (far(1.0, 2.0, device="xpu:3"), torch.ones(1))],
+    )
     assert there.data.device == here.data.device == torch.device("cpu")
     with FakeDriver():
         got = wire.assemble(structure, [there, here], torch.device("xpu:1"))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 from collections import defaultdict, deque
 from contextlib import nullcontext
 from dataclasses import replace
@@ -27,6 +28,8 @@ from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+
+from .support.late_streams import LateMark, LateStreams
 
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md")
 
@@ -228,8 +231,9 @@ class Mailboxes:
     def __init__(self) -> None:
         self.lanes: dict[str, deque[Any]] = defaultdict(deque)
 
-    def send(self, lane: Any, sequence: int, payload: Any) -> None:
+    def send(self, lane: Any, sequence: int, payload: Any) -> Any:
         self.lanes[lane.name].append((sequence, payload))
+        return payload
 
     def recv(self, lane: Any, sequence: int) -> Any:
         number, payload = self.lanes[lane.name].popleft()
@@ -281,3 +285,19 @@ def test_boundaries(retain: bool) -> None:
 
 
 # -- replicas under construction -----------------------------------------------------------------------------
+
+
+def test_how_long_a_pass_takes_is_known_when_the_device_is_through_with_it() -> None:
+    """The thread that tells a device what to do is done at once."""
+    streams = LateStreams(1)
+    streams.hold()
+    idle = IdleTimes(streams)
+    for _ in range(2):
+        with idle.timing("forward"):
+            time.sleep(0.01)
+    last = idle.busy_until()
+    assert isinstance(last, LateMark) and idle.duration("forward") is None
+    streams.release()
+    last.wait()
+    assert idle.busy_until() is None
+    assert 0.01 <= (idle.duration("forward") or 0.0) < 5

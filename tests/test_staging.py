@@ -190,6 +190,29 @@ def go_on(member: Member) -> None:
     member.kept[0].release()
 
 
+def await_either(member: Member) -> list[str]:
+    """What ends a wait for a message or a mark, in turn: a mark, then a message."""
+    streams, found = member.kept[0], []
+    for mark in (streams.mark(), LateMark(lambda: None)):
+        member.transport.await_message(LANES[0], mark)
+        found.append("message" if member.transport.ready(LANES[0]) else "mark" if mark.reached() else "nothing")
+        member.transport.send(LANES[1], len(found), None)
+    return found
+
+
+def answer_one(member: Member) -> None:
+    member.transport.recv(LANES[1], 1)
+    member.transport.send(LANES[0], 0, made(1))
+
+
+def test_a_bubble_is_waited_for_until_the_device_is_through_or_a_message_comes(pair: Cluster) -> None:
+    pair.everybody("call", lambda _: (begin, 1, ""))
+    pair[1].start("call", await_either)
+    pair[0].start("call", answer_one)
+    assert pair[1].finish() == ["mark", "message"]
+    pair[0].finish()
+
+
 def test_the_thread_that_waits_for_a_device_goes_on_after_a_failure_and_ends() -> None:
     """A device that has failed says so at every mark."""
     waiter, called = staging.Waiter(), threading.Event()

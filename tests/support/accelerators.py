@@ -88,11 +88,15 @@ class FakeAccelerator(CPU_Accelerator):
         return self.total - self.others - self.allocated - self.cached
 
 
+#: What a device does without anybody who looks at the elements.
+_BY_ITSELF = {"aten::view", "aten::view.dtype", "aten::clone"}
+
+
 class FarTensor(torch.Tensor):
     """A tensor whose device is ``device`` as far as torch can tell, with its elements where only copies reach them.
 
-    It does nothing but what data planes need: it is copied to host memory and written from there. Anything else that
-    would look at its elements fails, such as an operation that takes it for a tensor in host memory.
+    It does nothing but what data planes need: it is copied to host memory and on its device, and written from there.
+    Anything else that would look at its elements fails, such as an operation that takes it for one in host memory.
     """
 
     @staticmethod
@@ -122,6 +126,8 @@ class FarTensor(torch.Tensor):
         if name == "aten::_to_copy":
             assert torch.device(kwargs["device"]).type == "cpu", f"from device to device: {kwargs}"
             return args[0].elements.clone()
+        if name in _BY_ITSELF:
+            return cls(operation(args[0].elements, *args[1:], **(kwargs or {})), str(args[0].device))
         raise AssertionError(f"{name} of a tensor on {args[0].device}")
 
 

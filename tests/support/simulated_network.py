@@ -340,13 +340,14 @@ class SimulatedTransport:
         if self._closed:
             raise EpochChanged("the transport is closed")
 
-    def send(self, lane: Lane, sequence: int, payload: Payload) -> None:
+    def send(self, lane: Lane, sequence: int, payload: Payload) -> Payload:
         assert lane.source == self._mine.member
         self._begin(f"send {sequence} on {lane.name}")
         if lane.destination == self._mine.member:
             self._mine.inboxes[self._key(lane)].append((lane.source, sequence, copied(payload)))
         else:
             self._network.send(self._mine, lane.destination, self._key(lane), sequence, payload)
+        return payload
 
     def drain(self) -> None:
         self._begin("drain")
