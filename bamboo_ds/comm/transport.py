@@ -10,7 +10,7 @@ from datetime import timedelta
 
 import torch
 
-from ..devices import HOST
+from ..devices.accelerators import HOST
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch

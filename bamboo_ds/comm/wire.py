@@ -24,7 +24,7 @@ from typing import Any
 import numpy
 import torch
 
-from ..devices import HOST
+from ..devices.accelerators import HOST
 from ..errors import ProtocolError
 
 #: Bytes of the block with which every frame starts.
