@@ -79,7 +79,8 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             check_named_optimizer(config, copied)
         check_hooks(module)
         built(module, module.stage_id)
-        super().__init__(*args, **kwargs)
+        with job.session.through_host():  # the epoch ends when all engines are built, and its communicators with it
+            super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
         check_optimizer_hooks(self.basic_optimizer)

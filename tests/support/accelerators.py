@@ -42,13 +42,22 @@ class FakeAccelerator(CPU_Accelerator):
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
         """Let this process have it, and torch a module of its kind, which asks the device for its memory."""
-        module = SimpleNamespace(mem_get_info=lambda number: (self.available_memory(number), self.total))
+        module = SimpleNamespace(
+            mem_get_info=lambda number: (self.available_memory(number), self.total),
+            get_device_name=lambda number: f"{self._name} {number} of a test",
+        )
         monkeypatch.setattr(torch, "get_device_module", lambda kind: {self._name: module}[kind])
         monkeypatch.setattr(real_accelerator, "ds_accelerator", self)
         return self
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def device_count(self) -> int:
+        return 2
+
+    def communication_backend_version(self) -> tuple[int, ...]:
+        return 2, 27, 5
 
     def current_device(self) -> int:
         return self.number
