@@ -51,7 +51,7 @@ class RedundancyConfig(ConfigPart):
         None,
         gt=0,
         description="bound in MiB on what redundant forward passes keep for a later backward; `null`: half of what is "
-        "free on the device, none in host memory",
+        "free on the device, divided by the members on it; none in host memory",
     )
     sync_every: Literal["auto"] | NonNegativeInt = Field(
         "auto",
@@ -203,7 +203,8 @@ class TopologyConfig(ConfigPart):
         gt=0,
         description="what a member may hold of stages, in MiB: parameters, gradients and optimizer state of those that "
         "it owns and shadows, and what their passes keep. Replicas are given up for it, see [Even shares]"
-        "(../guides/even-shares.md#memory). `null`: any number",
+        "(../guides/even-shares.md#memory). `null`: on devices their memory divided by the members on them, less a "
+        "tenth and what scripts hold besides; in host memory any number",
     )
     min_gain: float = Field(
         0.05,

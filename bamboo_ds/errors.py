@@ -21,7 +21,7 @@ EXIT_EVICTED = 87
 EXIT_LEFT = 88
 #: Exit code of ``bamboo join`` if the job has ended, but not finished (see :class:`JobOver`).
 EXIT_OVER = 89
-#: Exit code of a worker whose device has failed (see :mod:`.device_errors`).
+#: Exit code of a worker whose device has failed (see :mod:`.devices.errors`).
 EXIT_DEVICE = 90
 #: Of a job that a user has ended, by a command or on its page: as if by SIGTERM.
 EXIT_STOPPED = 143

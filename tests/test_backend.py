@@ -77,6 +77,37 @@ def exchange(member: Member) -> list[float]:
         backend.kind_for = before
 
 
+def reduce_through_host(member: Member) -> tuple[list[float], list[str]]:
+    """As if the tensor were on a GPU, where a communicator would have to be made."""
+    from bamboo_ds.comm import groups, inner
+    from bamboo_ds.comm.calls import collectives
+
+    kinds: list[str] = []
+
+    def create(kind: str, *given: Any) -> Any:
+        kinds.append(kind)
+        if kind == inner.NCCL:
+            raise RuntimeError("a communicator is made")
+        return create_before(kind, *given)
+
+    kind_before, create_before = collectives.kind_for, groups.create_inner
+    collectives.kind_for, groups.create_inner = lambda device: inner.NCCL, create
+    try:
+        tensor, group = torch.full((2,), float(dist.get_rank())), dist.new_group([0, 1, 2])
+        with member.session.through_host():
+            dist.all_reduce(tensor, group=group)
+        with pytest.raises(RuntimeError, match="a communicator is made"):
+            dist.all_reduce(tensor, group=group)
+        return tensor.tolist(), kinds
+    finally:
+        collectives.kind_for, groups.create_inner = kind_before, create_before
+
+
+def test_while_an_engine_is_built_no_communicator_is(trio: Cluster) -> None:
+    """The epoch in which that happens ends at once."""
+    assert trio.everybody("call", lambda _: (reduce_through_host,)) == [([3.0, 3.0], ["gloo", "nccl"])] * 3
+
+
 def test_large_exchanges_of_devices_need_no_common_beginning(trio: Cluster) -> None:
     assert trio.everybody("call", lambda _: (exchange,)) == [[2.0, 2.0], [0.0, 0.0], [1.0, 1.0]]
 

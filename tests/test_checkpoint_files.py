@@ -22,7 +22,7 @@ from click.testing import CliRunner
 from torch import nn
 
 from bamboo_ds.cli.checkpoints import checkpoints
-from bamboo_ds.state import publish, writer
+from bamboo_ds.state import hostcopy, publish, writer
 from bamboo_ds.state.checkpoints import (
     MANIFEST,
     PARTIAL,
@@ -38,6 +38,7 @@ from bamboo_ds.state.hostcopy import BufferPool, HostCopy
 from bamboo_ds.state.writer import HostFile
 from bamboo_ds.topology import Layout
 
+from .support.accelerators import FakeAccelerator
 from .support.compare import differences
 from .support.leaks import no_leaks
 from .support.savers import (
@@ -132,6 +133,30 @@ def test_memory_is_used_again() -> None:
     pool.trim()
     second.release()
     assert HostCopy({"b": torch.ones(2)}, pool).state()["b"].tolist() == [1.0, 1.0]
+
+
+def test_page_locked_memory_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies of tensors on devices lie in it. What the pool drops torch's allocator would keep, for ever."""
+    released: list[str] = []
+    monkeypatch.setattr(torch.accelerator, "empty_host_cache", lambda: released.append("torch"), raising=False)
+    monkeypatch.setattr(hostcopy, "HOST", torch.device("meta"))  # as if the tensors were elsewhere
+    own = FakeAccelerator("xpu").install(monkeypatch)
+    pool, source = BufferPool(), torch.arange(6.0)
+    for number in range(2):
+        copy = HostCopy({"far": source}, pool)
+        found = copy.state()["far"]
+        assert own.pinned == [24], "and the second copy has that of the first"
+        assert torch.equal(found, source) and own.is_pinned(found)
+        if number == 0:
+            pool.trim()
+            assert not released, "it is in use"
+        del found
+        copy.release()
+    assert [own.is_pinned(each) for each in (pool.take(24, True), pool.take(24, False))] == [True, False]
+    HostCopy({"far": source}, pool).release()
+    pool.trim()
+    pool.trim()
+    assert released == ["torch"]
 
 
 @pytest.mark.parametrize("zipped", [True, False])

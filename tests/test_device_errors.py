@@ -13,7 +13,7 @@ from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.control.leader.failures import hopeless
 from bamboo_ds.control.messages import ExitNotice
 from bamboo_ds.control.registry.records import LeftRecord
-from bamboo_ds.device_errors import is_device_error
+from bamboo_ds.devices.errors import is_device_error
 from bamboo_ds.errors import EXIT_DEVICE, EpochChanged, PeerLost
 from bamboo_ds.worker.exit import exit_code_of
 

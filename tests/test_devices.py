@@ -23,9 +23,16 @@ from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.comm.work import ThroughHost
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import local_rank
-from bamboo_ds.devices import numbered
+from bamboo_ds.control.registry.records import DeviceRecord
+from bamboo_ds.devices.accelerators import name_on_host, numbered, room
+from bamboo_ds.engine.context.records import CurrentEpoch
+from bamboo_ds.engine.iteration.measures import Measures, device_of
+from bamboo_ds.engine.iteration.recomputing import default_budget, release_cache
+from bamboo_ds.engine.iteration.redundant import RedundantPasses
 from bamboo_ds.engine.stage.rng import keyed_generators, left_alone
+from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.job_settings import JobSettings
+from bamboo_ds.topology import Layout, Role
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
@@ -191,6 +198,127 @@ def test_random_numbers_of_any_device_are_keyed(monkeypatch: pytest.MonkeyPatch)
         random.random()
     assert torch.equal(own.generators[2].get_state(), before)
     assert {each for each in own.asked if each[0] == "generator"} == {("generator", 2)}
+
+
+# -- memory -----------------------------------------------------------------------------------------------
+
+GIB = 2**30
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "expected"),
+    [
+        ("cuda:1", None, "cuda 1"),
+        ("cuda:1", "", "cuda 1"),
+        ("cuda", "6,7", "cuda 7"),
+        ("cuda:0", "GPU-8932f937, 3", "cuda GPU-8932f937"),
+        ("cuda:2", "6,7", "cuda 2"),
+    ],
+)
+def test_devices_have_one_name_in_all_processes(
+    monkeypatch: pytest.MonkeyPatch, device: str, visible: str | None, expected: str
+) -> None:
+    FakeAccelerator("cuda", number=1).install(monkeypatch)
+    environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert name_on_host(torch.device(device), environ) == expected
+
+
+def test_members_of_one_device_divide_what_is_free_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = FakeAccelerator("xpu", total=80 * GIB, allocated=10 * GIB, cached=2 * GIB).install(monkeypatch)
+    device = torch.device("xpu:0")
+    assert room(device, 1) == 70 * GIB
+    own.others = 28 * GIB
+    assert room(device, 1) == 42 * GIB and default_budget(device, 1) == 21 * GIB
+    assert room(device, 2) == 22 * GIB, "one that is first must not take what all others lack then"
+    assert room(device, 4) == 10 * GIB, "its part is a fourth, and it has 10 of that"
+    assert room(device, 8) == 0, "more than its part"
+    release_cache(device)
+    assert own.asked[-1] == "empty_cache" and own.cached == 0
+
+
+def test_who_shares_a_device_is_known_in_every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeAccelerator("cuda").install(monkeypatch)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
+    job: Any = SimpleNamespace(channel=SimpleNamespace(host="h1"), session=SimpleNamespace(member="m0"))
+    epoch = CurrentEpoch(job, Layout(1, 4), False, torch.device("cuda:0"))
+    assert epoch.device_name == "h1 cuda 3" and epoch.sharing == 1
+    epoch.note_devices(["h1 cuda 3", "h2 cuda 3", "h1 cuda 3", "h1 cuda 0", None])
+    assert epoch.sharing == 2
+    epoch.note_devices(["h1 cuda 3", "h2 cuda 3"])
+    assert epoch.sharing == 1
+    processors = CurrentEpoch(job, Layout(1, 4), False, torch.device("cpu"))
+    processors.note_devices([None, None])
+    assert processors.device_name is None and processors.sharing == 1
+
+
+def test_redundant_passes_rest_where_nothing_is_free(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each iteration begins with what is free then; that nothing is, is told once until there is something again."""
+    own = FakeAccelerator("xpu", total=8 * GIB, allocated=8 * GIB).install(monkeypatch)
+    part: Any = Part(0, 1, {})
+    replica: Any = SimpleNamespace(role=Role(0, 1), share=SimpleNamespace(part=part))
+    told: list[dict[str, Any]] = []
+    channel = SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values}))
+    context: Any = SimpleNamespace(
+        binding=SimpleNamespace(replicas=lambda: [replica]),
+        ds=SimpleNamespace(device=torch.device("xpu:0")),
+        epoch=SimpleNamespace(sharing=1, channel=channel, plan=SimpleNamespace(epoch=4)),
+        progress=SimpleNamespace(steps=7),
+        settings=BambooConfig(),
+    )
+    passes = RedundantPasses(context, *[None] * 6)  # type: ignore[arg-type]
+    assert passes._over_budget(replica) and passes._over_budget(replica)
+    assert [(each["event"], each["dropped"], each["role"]) for each in told] == [("redundancy_exhausted", 0, [0, 1])]
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    own.allocated = 6 * GIB
+    assert not passes._over_budget(replica)
+    part.forwards, part.saved[0] = 1, GIB - 1
+    assert not passes._over_budget(replica), "half of 2 GiB"
+    part.saved[0] += 1
+    own.allocated = 0
+    assert passes._over_budget(replica), "what is free counts before the first pass of an iteration"
+    part.forwards, own.allocated = 0, 8 * GIB
+    part.saved.clear()
+    assert passes._over_budget(replica) and len(told) == 2
+
+
+def test_counting_what_a_pass_keeps_changes_nothing_of_it() -> None:
+    """On devices it is done by default, in host memory where a budget is set."""
+    module: Any = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 8))
+    module.activation_checkpoint_func = None
+    inputs, part, gradients = torch.randn(4, 8), Part(0, 1, {}), []
+
+    def forward(micro_batch: int) -> None:
+        module.zero_grad()
+        module(inputs).sum().backward()
+        gradients.append([parameter.grad for parameter in module.parameters()])
+
+    runtime: Any = SimpleNamespace(role=Role(0, 0), module=module, share=SimpleNamespace(part=part))
+    passes = SimpleNamespace(use_role=lambda role: None, load=lambda micro_batch: None, forward=forward)
+    context: Any = SimpleNamespace(ds=SimpleNamespace(num_stages=2))
+    redundant = RedundantPasses(context, None, passes, *[None] * 4)  # type: ignore[arg-type]
+    for redundant._budget in (None, 2.0**20):
+        assert not part.saved
+        redundant._run(runtime, "forward")
+    assert all(map(torch.equal, *gradients))
+    assert part.saved == {0: 2 * inputs.nbytes}, "the input and what the Tanh gives; weights are there anyway"
+
+
+def test_a_device_is_reported_with_what_the_script_holds_besides(monkeypatch: pytest.MonkeyPatch) -> None:
+    FakeAccelerator("xpu", number=2, total=80 * GIB, allocated=GIB + 12).install(monkeypatch)
+    tensors = [far(1.0, 2.0, device="xpu:2"), far(3.0, device="xpu:2"), torch.zeros(1000)]
+    context: Any = SimpleNamespace(
+        binding=SimpleNamespace(local=SimpleNamespace(tensors=lambda: iter(tensors))),
+        ds=SimpleNamespace(device=torch.device("xpu:2")),
+        epoch=SimpleNamespace(device_name="h1 xpu 2"),
+        layout=SimpleNamespace(blocks=()),
+        settings=BambooConfig(),
+    )
+    assert device_of(context) == DeviceRecord(name="h1 xpu 2", total=80 * GIB, besides=GIB)
+    assert Measures.of(context).kept.on, "what passes keep counts, too"
+    context.ds.device, context.epoch.device_name = torch.device("cpu"), None
+    assert device_of(context) is None and not Measures.of(context).kept.on
 
 
 def test_a_communicator_is_there_when_its_device_is_through(monkeypatch: pytest.MonkeyPatch) -> None:

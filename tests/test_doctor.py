@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from click.testing import CliRunner
 
 from bamboo_ds.cli import doctor
@@ -19,6 +20,7 @@ from bamboo_ds.cli.doctor import Finding, Patient, examine
 from bamboo_ds.cli.main import cli
 from bamboo_ds.launchers.owning import EMBEDDED
 
+from .support.accelerators import FakeAccelerator
 from .support.etcd import EtcdServer
 from .support.ports import free_port
 
@@ -148,3 +150,20 @@ def test_limits_and_disks(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
     monkeypatch.setattr(doctor, "_LEAST_BYTES", 1 << 60)
     found = list(examine(HERE, (doctor.disk,)))
     assert {each.state for each in found} == {"warning"} and any(str(tmp_path) in each.found for each in found)
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "nccl", "state", "found"),
+    [
+        ("cuda", "nccl", True, "ok", "cuda 0 of a test, cuda 1 of a test; NCCL 2.27.5"),
+        ("cuda", "nccl", False, "problem", "cuda 0 of a test, cuda 1 of a test, but torch has no NCCL"),
+        ("xpu", "xccl", False, "ok", "xpu 0 of a test, xpu 1 of a test; gloo, through host memory"),
+    ],
+)
+def test_devices_of_any_kind(
+    monkeypatch: pytest.MonkeyPatch, kind: str, backend: str, nccl: bool, state: str, found: str
+) -> None:
+    FakeAccelerator(kind, backend=backend).install(monkeypatch)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl)
+    finding = only(doctor.devices)
+    assert (finding.state, finding.found) == (state, found)

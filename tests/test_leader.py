@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from bamboo_ds.control.leader.actions import Ask, Complete, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
-from bamboo_ds.control.leader.view import View
+from bamboo_ds.control.leader.view import View, limits_of
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.overview import overview
 from bamboo_ds.control.registry.records import (
+    DeviceRecord,
     HealthReply,
     HealthRequest,
     LayoutRecord,
@@ -106,6 +107,35 @@ def test_layout_waits_for_every_report() -> None:
 
 
 STAGE = StageMemory(10, 12, 8)
+
+
+def test_members_may_hold_what_their_devices_have() -> None:
+    """A tenth stays free. Those of one device divide it; a setting counts instead, and host memory has no bound."""
+    devices = [DeviceRecord(name=name, total=1000, besides=b) for name, b in (("h cuda 0", 0), ("h cuda 1", 50))]
+    reports = [report(name).model_copy(update={"device": devices[name != "a"]}) for name in IDS]
+    assert limits_of(reports) == {"a": 900, "b": 250, "c": 250, "d": 250}
+    assert limits_of(reports[:2]) == {"a": 900, "b": 850}, "the others are gone"
+    set_here = reports[1].model_copy(update={"memory": 70})
+    assert limits_of([reports[0], set_here, reports[2]]) == {"a": 900, "b": 70, "c": 400}
+    full = report("d").model_copy(update={"device": DeviceRecord(name="h cuda 2", total=100, besides=95)})
+    assert limits_of([full, report("a")]) == {"d": 0}
+
+
+def test_no_replica_is_planned_that_its_device_cannot_hold() -> None:
+    """By default: there is no setting. Two of the members are on one device."""
+    sizes = {"a": ("h cuda 0", 30), "b": ("h cuda 1", 30), "c": ("h cuda 2", 40), "d": ("h cuda 2", 40)}
+    reports = {
+        name: report(name).model_copy(update={"stage": STAGE, "device": DeviceRecord(name=device, total=total)})
+        for name, (device, total) in sizes.items()
+    }
+    view = View(world_size=4, plan=FIRST, members=members(*IDS), reports=reports)
+    plan = decided(WritePlan, decider(), view, 0.0).plan
+    assert plan.memory == (STAGE,) * 4
+    assert {shadow for shadow in plan.shadows if shadow} == {"a", "b"}, "c and d have 18 each, of which owners need 10"
+    assert len(plan.unshadowed) == 2 and plan.crowded == ()
+    apart = {n: r.model_copy(update={"device": DeviceRecord(name=n, total=30)}) for n, r in reports.items()}
+    plan = decided(WritePlan, decider(), replace(view, reports=apart), 0.0).plan
+    assert set(plan.shadows) == set(IDS) and plan.unshadowed == ()
 
 
 def test_what_stages_take_is_told_with_the_layout() -> None:

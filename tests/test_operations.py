@@ -215,6 +215,7 @@ def report(**changes: Any) -> MemberReport:
         "checksums": True,
         "script": ScriptReport(gap=3, done={"world": 1}, open=0, newcomers={"m9": 3}),
         "exact": 0,
+        "device": None,
     }
     return MemberReport(**{**known, **changes})
 

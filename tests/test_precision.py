@@ -15,13 +15,17 @@ from .support.precisions import (
     BF16_ZERO,
     BF16_ZERO_BF16,
     FP16,
+    FP16_SMALL,
     FP16_STATIC,
     FP16_ZERO,
     FP32_ZERO,
 )
 from .support.surviving import Reference, fault, survive
 
-pytestmark = [pytest.mark.claim("guides/exactness.md", "reference/guarantees.md"), pytest.mark.integration]
+pytestmark = [
+    pytest.mark.claim("guides/exactness.md", "reference/guarantees.md", "reference/limits.md"),
+    pytest.mark.integration,
+]
 
 STEPS = 6
 
@@ -49,6 +53,28 @@ def test_precision(tmp_path: Path, reference: Reference, job: str) -> None:
     if precision is FP16_ZERO:
         skipped = {role["counters"][2] for role in result.roles().values()}
         assert 0 < min(skipped) < STEPS, "some iterations overflow, some do not"
+
+
+@pytest.mark.parametrize(
+    ("precision", "pipelines", "stages", "lost"),
+    [
+        pytest.param(
+            FP16_SMALL, 1, 3, [(2, 3, "BackwardPass", 1), (0, 7, "OptimizerStep")], marks=pytest.mark.exhaustive
+        ),
+        (FP16_SMALL, 2, 2, [(3, 3, "SendReplica"), (0, 7, "Commit")]),
+        pytest.param(FP16_STATIC, 1, 3, [(1, 3, "StepReplica")], marks=pytest.mark.exhaustive),
+    ],
+)
+def test_fused_fp16(
+    tmp_path: Path, reference: Reference, precision: Any, pipelines: int, stages: int, lost: list[Any]
+) -> None:
+    """What DeepSpeed does on GPUs by default: FusedAdam in its fp16 optimizer with flat masters, and clipping."""
+    arguments = ("--steps", "10", "--optimizer", "fused", "--overflow-at", "5")
+    more = {"micro_batches": 4, "checked": True, **precision}
+    faults = [fault(*each) for each in lost]
+    result = survive(tmp_path, reference, faults, stages, pipelines, arguments, **more)
+    assert {role["optimizer"] for role in result.roles().values()} == {"FP16_Optimizer"}
+    assert {role["counters"][2] for role in result.roles().values()} == {1}, "one stage overflows, and all leave it out"
 
 
 def test_optimizers_of_roles_that_went_elsewhere_leave_memory(tmp_path: Path, reference: Reference) -> None:

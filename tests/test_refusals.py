@@ -423,7 +423,7 @@ def test_a_replica_that_differs_again(tmp_path: Path, reaction: str) -> None:
 
 
 def test_there_is_no_bound_in_host_memory() -> None:
-    assert default_budget(torch.device("cpu")) is None
+    assert default_budget(torch.device("cpu"), 1) is None
 
 
 @pytest.mark.integration

@@ -14,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.comm import connection, staging, wire
+from bamboo_ds.comm import connection, wire
 from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.devices import staging
 from tests.support.comm_worker import Cluster, Member, cluster
 from tests.support.late_streams import LateMark, LateStreams, install
 

@@ -236,7 +236,7 @@ def devices(_: Patient) -> Iterator[Finding]:
     import torch
 
     from ..comm.inner import NCCL
-    from ..devices import HOST, accelerator
+    from ..devices.accelerators import HOST, accelerator
 
     with redirect_stdout(sys.__stderr__):  # what DeepSpeed says when it is imported is no finding
         own = accelerator()

@@ -91,6 +91,7 @@ class Attachment:
         detached: whether collectives are no-ops.
         passing: whether the main thread computes a pass whose layers are whole.
         drawing: whether the main thread draws batches, or what one member alone may have to draw again.
+        on_host: whether collectives run through host memory, wherever their tensors are.
         slices: where the handles of slice groups lead now; ``None``: where they were made for.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
@@ -101,7 +102,7 @@ class Attachment:
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True
-        self.passing = self.drawing = False
+        self.passing = self.drawing = self.on_host = False
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
         self.torch_store = TorchStore(self._ask, "torch/", timeout)
@@ -184,6 +185,13 @@ class Attachment:
             on_use: called before each operation of a group of several ranks.
         """
         return self._during("_founders", Founders(threading.get_ident(), of_rank, on_use))
+
+    def through_host(self) -> AbstractContextManager[None]:
+        """In the body collectives run through host memory, wherever their tensors are.
+
+        No communicator of devices is made, which would take seconds, and could not be aborted while it is.
+        """
+        return self._during("on_host", True)
 
     def among_slices(
         self, home: Sequence[int], ranks: Sequence[int], passing: bool = False

@@ -243,8 +243,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _start(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
-        epoch = self._attachment.current
-        return start(epoch, self._meant[0], self._among(epoch), collective, arguments, self._index, self.timeout)
+        epoch, on_host = self._attachment.current, self._attachment.on_host
+        where = epoch, self._meant[0], self._among(epoch)
+        return start(*where, collective, arguments, self._index, self.timeout, on_host)
 
     def _check_draw(self, operation: str) -> None:
         """Refuse communication while batches are drawn.

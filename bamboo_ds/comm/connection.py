@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterable
 from typing import NamedTuple, Protocol
 
+from ..devices.staging import Copy
 from . import sockets, wire
 from .carriers.sharing import Sharing
-from .staging import Copy
 
 logger = logging.getLogger(__name__)
 
@@ -121,6 +121,10 @@ class Connection:
     def interest(self) -> int:
         """What the loop is to look for, as ``select.epoll`` has it."""
         return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
+
+    def has_confirmed(self, number: int) -> bool:
+        """Whether the other end has said that it has read frame ``number``."""
+        return self.confirmed >= number
 
     def share(self) -> None:
         """Offer the other end, which this one has called, to share memory."""

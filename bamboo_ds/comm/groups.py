@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from ..devices import HOST, numbered
+from ..devices.accelerators import HOST, numbered
 from . import sockets
 from .aborts import Aborts
 from .c10d import dist

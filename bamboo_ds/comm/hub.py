@@ -20,6 +20,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
+from ..devices.staging import Copy, Mark, Waiter
 from ..errors import ProtocolError
 from ..forking import only_here
 from ..secret import JobSecret
@@ -29,7 +30,6 @@ from .connection import Connection, Ended, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
-from .staging import Copy, Mark, Waiter
 
 logger = logging.getLogger(__name__)
 

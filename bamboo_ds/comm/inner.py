@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ..devices import HOST, accelerator
+from ..devices.accelerators import HOST, accelerator
 from .c10d import Store, dist
 
 #: Kinds of inner groups.

@@ -11,7 +11,7 @@ import threading
 from collections.abc import Callable
 from types import TracebackType
 
-from ..device_errors import is_device_error
+from ..devices.errors import is_device_error
 from ..errors import BambooError, EpochChanged, PeerLost
 from .c10d import dist
 

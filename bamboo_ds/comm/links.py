@@ -15,12 +15,12 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
+from ..devices.staging import Copy
 from ..errors import EpochChanged, NotMet, PeerLost, ProtocolError
 from . import wire
 from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
-from .staging import Copy, Mark
 from .standing import ASK_AFTER_S, Stand, Standings
 from .wire import PeerMessage
 
@@ -31,7 +31,6 @@ _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 #: Takes messages of certain keys as they arrive, on whichever thread has read them.
 Service = Callable[[PeerMessage], None]
-
 
 #: Children of a member.
 FAN_OUT = 4
@@ -118,6 +117,7 @@ class Links:
     ) -> None:
         self.life, self.number = life, life.number
         self.changed: threading.Condition = hub.changed
+        self.notify_at = hub.notify_at
         self.waiting = 0
         self._hub, self._members, self.member = hub, members, member
         self._places = {**dict.fromkeys(members, ""), **dict(zip(members, places, strict=False))}
@@ -200,9 +200,8 @@ class Links:
             EpochChanged, PeerLost: the epoch, or the connection, has ended.
             TypeError: ``payload`` cannot be sent.
         """
-        if isinstance(payload, wire.Staged):
-            return self._send(member, payload.encode(key, sequence, self.number), payload.copy)
-        return self._send(member, wire.encode(key, sequence, payload, self.number))
+        copy = payload.copy if isinstance(payload, wire.Staged) else None
+        return self._send(member, wire.encode(key, sequence, payload, self.number), copy)
 
     def _send(self, member: str, frame: wire.Segments, copy: Copy | None = None) -> Ticket:
         self.life.check("send")
@@ -214,10 +213,9 @@ class Links:
             self.life.check("send")
             self._check(member)
             raise
-        ticket = Ticket(connection, connection.send(self.number, frame, copy))
         if copy is not None:
             self._hub.flush_after(copy, connection)
-        return ticket
+        return Ticket(connection, connection.send(self.number, frame, copy))
 
     def _check(self, member: str) -> None:
         """Raise why nothing more will come from ``member``, if so."""
@@ -231,10 +229,6 @@ class Links:
         return None if connection is None else connection.rate
 
     # -- waiting -----------------------------------------------------------------------------------------
-    def notify_at(self, mark: Mark) -> None:
-        """Have those that wait look again once ``mark`` is reached."""
-        self._hub.notify_at(mark)
-
     def failure(self, member: str) -> EpochChanged | None:
         """Why nothing more will come from ``member``, or ``None``."""
         return self._failures.get(member)
@@ -333,7 +327,7 @@ class Links:
                 unsure.append((member, connection, connection.asked))
         with self.changed:
             for member, connection, number in unsure:
-                self.wait("flush", partial(_has_read, connection, number), [member])
+                self.wait("flush", partial(connection.has_confirmed, number), [member])
 
     # -- all together ------------------------------------------------------------------------------------
     def all_gather(
@@ -443,10 +437,6 @@ def _again(failure: EpochChanged) -> EpochChanged:
     again = PeerLost(str(failure), failure.member) if isinstance(failure, PeerLost) else EpochChanged(str(failure))
     again.__cause__ = failure
     return again
-
-
-def _has_read(connection: Connection, number: int) -> bool:
-    return connection.confirmed >= number
 
 
 def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:

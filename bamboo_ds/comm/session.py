@@ -291,6 +291,10 @@ class Session:
         """See :meth:`Attachment.among_founders`."""
         return self._attachment.among_founders(of_rank, on_use)
 
+    def through_host(self) -> AbstractContextManager[None]:
+        """See :meth:`Attachment.through_host`."""
+        return self._attachment.through_host()
+
     def among_slices(
         self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
     ) -> AbstractContextManager[None]:

@@ -10,12 +10,12 @@ from datetime import timedelta
 
 import torch
 
-from ..devices import HOST
+from ..devices.accelerators import HOST
+from ..devices.staging import Mark
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
 from .session import Session
-from .staging import Mark
 from .wire import Payload, PeerMessage, Staged
 
 __all__ = ["Lane", "Payload", "Staged", "Transport"]

@@ -24,9 +24,9 @@ from typing import Any
 import numpy
 import torch
 
-from ..devices import HOST
+from ..devices import staging
+from ..devices.accelerators import HOST
 from ..errors import ProtocolError
-from . import staging
 
 #: Bytes of the block with which every frame starts.
 HEAD = 256
@@ -67,19 +67,20 @@ Payload = torch.Tensor | tuple[torch.Tensor, ...] | None
 Segments = deque[list[memoryview]]
 
 
-def encode(key: bytes, sequence: int, payload: Payload, epoch: int = 0) -> Segments:
+def encode(key: bytes, sequence: int, payload: Payload | Staged, epoch: int = 0) -> Segments:
     """A data frame.
 
-    Contiguous host tensors are not copied: the frame shares (and keeps) their memory.
+    Contiguous host tensors are not copied: the frame shares (and keeps) their memory. What of a staged payload is not
+    complete yet must not be looked at.
 
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
-    structure, tensors = _structure(payload)
-    return _encode(key, sequence, structure, list(map(_in_host_memory, tensors)), epoch)
-
-
-def _encode(key: bytes, sequence: int, structure: int, tensors: Sequence[WireTensor], epoch: int) -> Segments:
+    if isinstance(payload, Staged):
+        structure, tensors = payload.structure, payload.tensors
+    else:
+        structure, plain = _structure(payload)
+        tensors = list(map(_in_host_memory, plain))
     pieces = [view(each.data) for each in tensors if each.data.numel()]
     return deque([[_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors))], *segments(pieces)])
 
@@ -261,10 +262,6 @@ class Staged:
     def payload(self) -> Payload:
         """What was staged, on the device again."""
         return assemble(self.structure, self.tensors, after=self.copy)
-
-    def encode(self, key: bytes, sequence: int, epoch: int) -> Segments:
-        """See :func:`encode`. What of it is not complete yet must not be looked at."""
-        return _encode(key, sequence, self.structure, self.tensors, epoch)
 
 
 def staged(payload: Payload) -> Staged | None:

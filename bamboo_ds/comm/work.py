@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from ..devices import HOST
+from ..devices.accelerators import HOST
 from ..errors import EpochChanged
 from .c10d import dist
 from .inner import BEHIND, GLOO, Pending

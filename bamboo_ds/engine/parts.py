@@ -18,7 +18,7 @@ from .context.history import History
 from .context.shared import EngineContext, InContext
 from .data.dataset import Dataset
 from .data.supply import BatchSupply, Needs
-from .iteration.measures import Measures, local_stage
+from .iteration.measures import Measures, device_of, local_stage
 from .iteration.parts import IterationParts
 from .iteration.slices import mode_for
 from .joining.loading import Loader
@@ -148,7 +148,8 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
 
     dataset = _dataset_of(ds, layout)
     stage, limit = local_stage(ds, layout, mode.eager_backward), settings.topology.memory_limit
-    needs = Needs(partial(channel.report_layout, layout, mode.replicas, stage=stage, memory=limit), dataset is None)
+    report = partial(channel.report_layout, stage=stage, memory=limit, device=device_of(context))
+    needs = Needs(partial(report, layout, mode.replicas), dataset is None)
     supply = BatchSupply(context, dataset, ds.data_iterator, needs)
     host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)
     saves, builder = Saves(job, settings.checkpoint, host, context.history), StageBuilder(context)

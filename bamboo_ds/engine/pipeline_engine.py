@@ -25,12 +25,12 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from .. import schedule
 from ..comm.inner import use_for_cuda
 from ..config import bamboo_config
+from ..devices.streams import use_accelerator
 from ..errors import ConfigError
 from ..stages import built
 from ..state.checkpoints import is_own
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
-from .context.streams import use_accelerator
 from .iteration.parts import IterationParts
 from .parts import Parts, parts_of
 from .replicas.refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
@@ -81,7 +81,8 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             check_named_optimizer(config, copied)
         check_hooks(module)
         built(module, module.stage_id)
-        super().__init__(*args, **kwargs)
+        with job.session.through_host():  # the epoch ends when all engines are built, and its communicators with it
+            super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
         check_optimizer_hooks(self.basic_optimizer)

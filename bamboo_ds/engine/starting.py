@@ -85,11 +85,13 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         checksums=parts.job.settings.observe.checksums,
         exact=exact,
         flags=parts.flags,
+        device=parts.epoch.device_name,
     )
     told = parts.epoch.transport.exchange(mine.model_dump_json())
     reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
     leads = plan.owners[0]
     agreed = reports[leads]
+    parts.epoch.note_devices(report.device for report in reports.values())
     compare_flags({member: report.flags for member, report in reports.items()}, leads)
     unsure = uncertain(parts.ds.device, parts.flags)
     if unsure and parts.epoch.leads and parts.job.settings.redundancy.mode.replicas:

@@ -264,7 +264,10 @@ class IteratorsDiffer(EventBase):
 
 
 class RedundancyExhausted(EventBase):
-    """A redundant pass has exhausted the memory of its device: none follows in this step."""
+    """A redundant pass has exhausted the memory of its device, or nothing of that is free: none follows in this step.
+
+    Where nothing is free it is told once, until there is some again.
+    """
 
     event: Literal["redundancy_exhausted"] = "redundancy_exhausted"
     step: int = Field(ge=0, description="steps committed so far")
@@ -273,7 +276,7 @@ class RedundancyExhausted(EventBase):
     dropped: int = Field(
         ge=0, description="redundant forward passes of the role that were dropped to free their memory"
     )
-    reason: str = Field(description="the allocator's message")
+    reason: str = Field(description="the allocator's message, or that nothing is free")
 
 
 class ReplicaVerified(EventBase):

@@ -144,8 +144,9 @@ class Story:
             case ev.MemoryShort():
                 parts = [f"no member has room for a replica of {self._stages(event.roles)}"] if event.roles else []
                 if event.members:
-                    names, verb = listed(list(map(name, event.members))), "holds" if len(event.members) == 1 else "hold"
-                    parts.append(f"{names} {verb} more than topology.memory_limit_mb")
+                    names, holds = listed(list(map(name, event.members))), "holds more than it may"
+                    holds = holds if len(event.members) == 1 else "hold more than they may"
+                    parts.append(f"{names} {holds} (topology.memory_limit_mb)")
                 yield "; ".join(parts) or "members have room for all that they hold, and for replicas"
             case ev.CheckpointSaved() if not event.own:  # those of the job's own come all the time
                 yield f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"

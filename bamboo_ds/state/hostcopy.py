@@ -11,12 +11,14 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..devices.accelerators import HOST, page_locked, release_page_locked
+
 
 class BufferPool:
     """Host memory that successive copies share.
 
     Touching fresh memory takes several times as long as copying into memory that is mapped. Between two saves the pool
-    keeps the memory of the last one; memory for a CUDA device's tensors is page-locked. For several threads.
+    keeps the memory of the last one; memory for the tensors of devices is page-locked. For several threads.
     """
 
     def __init__(self) -> None:
@@ -29,18 +31,21 @@ class BufferPool:
             free = self._free[nbytes, pinned]
             if free:
                 return free.pop()
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=pinned)
+        return page_locked(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
-    def give(self, buffers: list[torch.Tensor]) -> None:
+    def give(self, buffers: list[torch.Tensor], pinned: bool) -> None:
         """Return buffers to the pool, after which the caller must not use them."""
         with self._lock:
             for buffer in buffers:
-                self._free[buffer.numel(), buffer.is_pinned()].append(buffer)
+                self._free[buffer.numel(), pinned].append(buffer)
 
     def trim(self) -> None:
         """Free the memory that is not in use."""
         with self._lock:
+            locked = any(pinned and buffers for (_, pinned), buffers in self._free.items())
             self._free.clear()
+        if locked:
+            release_page_locked()
 
 
 class HostCopy:
@@ -66,7 +71,8 @@ class HostCopy:
         pickler = _Pickler(structure, pool)
         pickler.dump(state)
         self._structure = structure.getvalue()
-        self._tensors, self._buffers, self._pool = pickler.copies, pickler.buffers, pool
+        self._tensors, self._pool = pickler.copies, pool
+        self._buffers = pickler.buffers
         self.nbytes = sum(t.numel() * t.element_size() for t in self._tensors if t.layout is torch.strided)
 
     def state(self) -> Any:
@@ -75,9 +81,10 @@ class HostCopy:
 
     def release(self) -> None:
         """Return the memory to the pool. After that neither :meth:`state` nor its results may be used."""
-        buffers, self._tensors, self._buffers = self._buffers, [], []
+        buffers, self._tensors, self._buffers = self._buffers, [], {}
         if self._pool is not None:
-            self._pool.give(buffers)
+            for pinned, some in buffers.items():
+                self._pool.give(some, pinned)
 
 
 def _tensor(index: int) -> NoReturn:
@@ -91,7 +98,7 @@ class _Pickler(pickle.Pickler):
     def __init__(self, structure: io.BytesIO, pool: BufferPool | None) -> None:
         super().__init__(structure, pickle.HIGHEST_PROTOCOL)
         self.copies: list[torch.Tensor] = []
-        self.buffers: list[torch.Tensor] = []
+        self.buffers: dict[bool, list[torch.Tensor]] = {}  # by whether they are page-locked
         self._pool = pool
         self._known: dict[Any, int] = {}
         # A tensor that only exists while its owner is pickled must not leave its address to another one.
@@ -115,8 +122,9 @@ class _Pickler(pickle.Pickler):
         if self._pool is None or type(plain) is not torch.Tensor or not _simple(plain):
             copied = plain.to("cpu", copy=True)
         else:
-            buffer = self._pool.take(plain.numel() * plain.element_size(), pinned=plain.is_cuda)
-            self.buffers.append(buffer)
+            pinned = plain.device.type != HOST.type
+            buffer = self._pool.take(plain.numel() * plain.element_size(), pinned)
+            self.buffers.setdefault(pinned, []).append(buffer)
             copied = buffer.view(plain.dtype).view(plain.shape)
             copied.copy_(plain)
         if isinstance(tensor, nn.Parameter):

@@ -14,6 +14,7 @@ from typing import Any
 from ..comm.places import Listener
 from ..control.messages import Contact, EventReport, ExitNotice, Heartbeat, Message, PlanPush, parse_to_worker
 from ..control.registry.records import (
+    DeviceRecord,
     LayoutRecord,
     SuspicionRecord,
     WorkerRecord,
@@ -252,6 +253,7 @@ class WorkerChannel:
         apart: bool = False,
         stage: StageMemory | None = None,
         memory: int | None = None,
+        device: DeviceRecord | None = None,
     ) -> None:
         """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
         self._layout = LayoutRecord(
@@ -263,6 +265,7 @@ class WorkerChannel:
             every_rank=self._every_rank,
             stage=stage,
             memory=memory,
+            device=device,
             settings=self.goes_by if self.settings.open else None,
         )
         self._send(self._layout)

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
-from ..device_errors import is_device_error
+from ..devices.errors import is_device_error
 from ..errors import (
     EXIT_DEVICE,
     EXIT_EVICTED,

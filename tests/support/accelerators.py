@@ -37,16 +37,27 @@ class FakeAccelerator(CPU_Accelerator):
         self._name, self.number, self._communication_backend_name = kind, number, backend
         self.total, self.others, self.allocated, self.cached = total, others, allocated, cached
         self.asked: list[Any] = []
+        self.pinned: list[int] = []
+        self._locked: set[int] = set()
 
     def install(self, monkeypatch: pytest.MonkeyPatch) -> FakeAccelerator:
         """Let this process have it, and torch a module of its kind, which asks the device for its memory."""
-        module = SimpleNamespace(mem_get_info=lambda number: (self.available_memory(number), self.total))
+        module = SimpleNamespace(
+            mem_get_info=lambda number: (self.available_memory(number), self.total),
+            get_device_name=lambda number: f"{self._name} {number} of a test",
+        )
         monkeypatch.setattr(torch, "get_device_module", lambda kind: {self._name: module}[kind])
         monkeypatch.setattr(real_accelerator, "ds_accelerator", self)
         return self
 
     def device_name(self, device_index: int | None = None) -> str:
         return self._name if device_index is None else f"{self._name}:{device_index}"
+
+    def device_count(self) -> int:
+        return 2
+
+    def communication_backend_version(self) -> tuple[int, ...]:
+        return 2, 27, 5
 
     def current_device(self) -> int:
         return self.number
@@ -73,6 +84,16 @@ class FakeAccelerator(CPU_Accelerator):
     def empty_cache(self) -> None:
         self.asked.append("empty_cache")
         self.cached = 0
+
+    def pin_empty(self, *size: int, dtype: torch.dtype, device: str = "cpu") -> torch.Tensor:
+        """Memory that counts as page-locked."""
+        made = torch.empty(*size, dtype=dtype, device=device)
+        self.pinned.append(made.nbytes)
+        self._locked.add(made.data_ptr())
+        return made
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.data_ptr() in self._locked
 
     def total_memory(self, device_index: int | None = None) -> int:
         self.asked.append(("total", device_index))

@@ -140,6 +140,7 @@ def state_of(engine: Any) -> dict[str, Any]:
         "buffers": [b.detach().clone() for b in engine.module.buffers()],
         "moments": moments,
         "masters": masters,
+        "optimizer": type(optimizer).__name__,
         "scale": float(getattr(optimizer, "loss_scale", 1.0)),
         "lr": [g["lr"] for g in optimizer.param_groups],
         "decay": [g.get("weight_decay") for g in optimizer.param_groups],

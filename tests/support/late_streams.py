@@ -20,8 +20,8 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from bamboo_ds.comm import staging
-from bamboo_ds.comm.staging import Mark
+from bamboo_ds.devices import staging
+from bamboo_ds.devices.staging import Mark
 
 #: Seconds by which a copy is late at most.
 LATE_S = 0.003
@@ -73,7 +73,7 @@ class _Stream:
 
 
 class LateStreams:
-    """See :class:`bamboo_ds.comm.staging.Streams`. All tensors count as those of a device.
+    """See :class:`bamboo_ds.devices.staging.Streams`. All tensors count as those of a device.
 
     Attributes:
         counts: of copies out and in, and of sources that nobody had kept for them.

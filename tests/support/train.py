@@ -155,6 +155,19 @@ def install_hooks(module: nn.Module, stage: int) -> None:
             layer.register_forward_hook(lambda layer, inputs, output: output * (0.9 + 0.01 * stage))
 
 
+def overflow(step: int) -> None:
+    """Let gradients of stage 1 overflow in an iteration."""
+
+    def poisoned(gradient: torch.Tensor) -> torch.Tensor:
+        return gradient * float("inf") if ENGINES and ENGINES[0].global_steps == step else gradient
+
+    def install(module: nn.Module, stage: int) -> None:
+        for parameter in module.parameters() if stage == 1 else ():
+            parameter.register_hook(poisoned)
+
+    bamboo_ds.on_stage_built(install)
+
+
 def keep_small(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """A hook that is called after a step."""
     with torch.no_grad():
@@ -190,6 +203,10 @@ ENGINES: list[Any] = []
 def make_optimizer(kind: str) -> Any:
     if kind == "drifting":
         return lambda params: Drifting(params, lr=0.01)
+    if kind == "fused":
+        from fused import fused_adam
+
+        return fused_adam
     if kind == "client-sgd":
         return lambda params: torch.optim.SGD(params, lr=0.05, momentum=0.9, weight_decay=0.01)
     if kind == "client-adamw":
@@ -204,6 +221,7 @@ def main() -> None:
     parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
     parser.add_argument("--freeze-at", type=int, default=-1, help="no biases are trained from this step on")
     parser.add_argument("--exhaust-at", type=int, nargs="*", default=[], help="replicas lack memory in these steps")
+    parser.add_argument("--overflow-at", type=int, default=None, help="gradients of stage 1 overflow in this step")
     parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
     parser.add_argument("--dropout", type=float, default=0.0)
@@ -244,6 +262,8 @@ def main() -> None:
         scheduler = SampleScheduler(optimizer, 1000)
     if arguments.hooks:
         bamboo_ds.on_stage_built(install_hooks)
+    if arguments.overflow_at is not None:
+        overflow(arguments.overflow_at)
     if arguments.exhaust_at:
         exhaust(arguments.exhaust_at)
     engine, *_ = initialize(

@@ -179,6 +179,7 @@ def start(
     arguments: tuple[Any, ...],
     rank: int,
     timeout: timedelta,
+    on_host: bool = False,
 ) -> Any:
     """Begin a collective in ``epoch``; returns its work.
 
@@ -187,12 +188,13 @@ def start(
         arguments: tensors and options, which it may change.
         rank: that of the caller in the group.
         timeout: of building the inner group, and of a wait that says none.
+        on_host: it runs through host memory, wherever its tensors are.
     """
     if len(among.members) == 1 or epoch.member not in among.members:
         # A member that owns none of the ranks (a standby) has no part in it: the others do not wait for it.
         return alone(collective, arguments, rank, len(among.of_rank), each=not among.by_role)
     device = collective.device(arguments)
-    kind = GLOO if device is None else kind_for(device)
+    kind = GLOO if device is None or on_host else kind_for(device)
     if collective.reduces and not (among.by_role or among.complete):
         key = f"{key}/shares"  # what is begun when it is waited for must not meet what is begun when it is called
     inner = epoch.groups.get(key, among.members, kind, timeout, device)

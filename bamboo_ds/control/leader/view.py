@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -19,6 +20,27 @@ from ..registry.records import (
     SuspicionRecord,
     WorkerState,
 )
+
+#: Share of a device's memory that members leave to temporary tensors, contexts and libraries, and to gaps.
+RESERVE = 0.1
+
+
+def limits_of(reports: Collection[LayoutRecord]) -> dict[str, int]:
+    """Bytes that members may hold of roles, by id; those that may hold any number are left out.
+
+    The members of one device have equal parts of it, less what each holds besides.
+
+    Args:
+        reports: of all members that live.
+    """
+    sharing = Counter(report.device.name for report in reports if report.device is not None)
+    found = {report.id: report.memory for report in reports if report.memory is not None}
+    for report in reports:
+        device = report.device
+        if report.memory is None and device is not None:
+            part = device.total * (1 - RESERVE) / sharing[device.name]
+            found[report.id] = max(0, int(part) - device.besides)
+    return found
 
 
 @dataclass(frozen=True)
@@ -94,6 +116,7 @@ class View:
             leaving: members that get no role and no replica.
         """
         homes = dict(zip(plan.members, plan.homes, strict=False))
+        limits = limits_of([report for name, report in self.reports.items() if name in self.members])
         records = {**self.known, **self.members}.values()
         return {
             record.id: Candidate(
@@ -103,7 +126,7 @@ class View:
                 zone=record.zone,
                 home=homes.get(record.id, record.home),
                 leaving=record.id in leaving,
-                memory=self.reports[record.id].memory if record.id in self.reports else None,
+                memory=limits.get(record.id),
             )
             for record in records
         }

@@ -214,6 +214,22 @@ class LeftRecord(Record):
         return now - self.since if self.boot == boot_id() else None
 
 
+class DeviceRecord(BaseModel):
+    """The device that a member computes on, when its engine has been built.
+
+    Attributes:
+        name: no other of the job's devices has it.
+        total: bytes of its memory.
+        besides: bytes of those that the member's process has allocated besides the stage that its script runs as.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    name: str
+    total: int
+    besides: int = 0
+
+
 class LayoutRecord(WorkerRecord):
     """``reports/<id>``: the member's engine is built and has this logical world.
 
@@ -223,7 +239,8 @@ class LayoutRecord(WorkerRecord):
         apart: whether both ends of a pipeline need a member with their iterator, since these give, or may give,
             different batches.
         stage: what the stage takes that the member's script runs as.
-        memory: bytes that the member may hold of roles; ``None``: any number.
+        memory: bytes that the member may hold of roles; ``None``: what its device has for it.
+        device: that it computes on; ``None``: none that has memory of its own, so that it may hold any number.
         every_rank: the script has an engine without the block, which computes with all ranks or not at all.
         settings: what the worker goes by, where the job's record is open; see :mod:`bamboo_ds.job_settings`.
     """
@@ -236,6 +253,7 @@ class LayoutRecord(WorkerRecord):
     apart: bool = False
     stage: StageMemory | None = None
     memory: int | None = None
+    device: DeviceRecord | None = None
     every_rank: bool = False
     settings: BambooConfig | None = None
 

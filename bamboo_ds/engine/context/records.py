@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import socket
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
@@ -12,6 +15,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from ...comm.transport import Lane, Transport
+from ...devices.accelerators import HOST, name_on_host
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
 from ...schedule import Decision
@@ -52,6 +56,13 @@ class CurrentEpoch:
 
     def __init__(self, job: Job, layout: Layout, shadow_gradients: bool, device: torch.device) -> None:
         self.job, self.layout, self._device = job, layout, device
+        #: Which device this member computes on, of all those of the job; ``None``: none that has memory of its own.
+        self.device_name: str | None = None
+        if device.type != HOST.type:
+            host = job.channel.host or socket.gethostname()
+            self.device_name = f"{host} {name_on_host(device, os.environ)}"
+        #: Members that compute on this member's device, itself among them.
+        self.sharing = 1
         self.channel, self.session, self.member = job.channel, job.session, job.session.member
         self._shadow_gradients = shadow_gradients
         self.begun = self.switch_due = self.copied = False
@@ -74,6 +85,10 @@ class CurrentEpoch:
     def open(self, lanes: Sequence[Lane]) -> Transport:
         """Streams of the current epoch, with what others have on their devices on this member's."""
         return Transport.open(self.session, lanes, self._device)
+
+    def note_devices(self, names: Iterable[str | None]) -> None:
+        """The members of the epoch compute on these devices."""
+        self.sharing = 1 if self.device_name is None else max(1, Counter(names)[self.device_name])
 
     @property
     def leads(self) -> bool:

@@ -12,9 +12,10 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from ...comm import staging
-from ...comm.staging import Mark, Streams
-from ...devices import HOST
+from ...control.registry.records import DeviceRecord
+from ...devices import staging
+from ...devices.accelerators import HOST, accelerator, numbered
+from ...devices.staging import Mark, Streams
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
@@ -121,6 +122,17 @@ def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool) -> 
     return state.of(*counts)
 
 
+def device_of(context: EngineContext) -> DeviceRecord | None:
+    """The device that this member computes on, as it is now that its engine has been built; ``None``: host memory."""
+    name, device = context.epoch.device_name, context.ds.device
+    if name is None:
+        return None
+    own, number = accelerator(), numbered(device).index
+    stage = sum(tensor.nbytes for tensor in context.binding.local.tensors() if tensor.device.type == device.type)
+    besides = max(0, own.memory_allocated(number) - stage)
+    return DeviceRecord(name=name, total=own.total_memory(number), besides=besides)
+
+
 @dataclass(eq=False)
 class PassBytes(InContext):
     """What passes of an iteration keep of the stages that this member owns, in bytes, at most.
@@ -193,6 +205,6 @@ class Measures:
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
         waits = context.ds.device.type == HOST.type or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         times = BlockTimes(bool(context.layout.blocks) and waits)
+        limited = context.settings.topology.memory_limit is not None or context.ds.device.type != HOST.type
         device = staging.current()
-        idle = IdleTimes(None if device is None else device.streams)
-        return cls(idle, times, PassBytes(context, context.settings.topology.memory_limit is not None))
+        return cls(IdleTimes(None if device is None else device.streams), times, PassBytes(context, limited))

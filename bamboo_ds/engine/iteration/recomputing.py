@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
-from ...devices import HOST, accelerator, room
+from ...devices.accelerators import HOST, accelerator, room
 from ..stage.runtime import StageRuntime
 
 
@@ -31,12 +31,12 @@ def end_iteration() -> None:
     checkpointing.reset()
 
 
-def default_budget(device: torch.device) -> float | None:
+def default_budget(device: torch.device, sharing: int) -> float | None:
     """Bytes that redundant forwards may keep where no setting says: half of what is free on a device now.
 
-    In host memory there is no bound.
+    Of that each of the members that share the device may have its part. In host memory there is no bound.
     """
-    return None if device.type == HOST.type else room(device) / 2
+    return None if device.type == HOST.type else room(device, sharing) / 2
 
 
 def release_cache(device: torch.device) -> None:

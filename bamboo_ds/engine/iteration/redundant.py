@@ -43,6 +43,7 @@ class RedundantPasses(InContext):
     #: Bytes that redundant forwards may keep; ``None``: any number.
     _budget: float | None = field(default=None, init=False)
     _exhausted: bool = field(default=False, init=False)
+    _lacks: bool = field(default=False, init=False)
 
     def end_iteration(self) -> None:
         """The iteration is over: the memory that it lacked may be there in the next one."""
@@ -151,8 +152,18 @@ class RedundantPasses(InContext):
         parts = [replica.share.part for replica in self.binding.replicas()]
         if not any(part.forwards > part.since for part in parts):  # the first one of this iteration, or beyond sums
             setting = self.settings.redundancy.memory_budget_mb
-            self._budget = default_budget(self.ds.device) if setting is None else setting * 2**20
+            self._budget = default_budget(self.ds.device, self.epoch.sharing) if setting is None else setting * 2**20
+            self._tell_lack(replica)
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
+
+    def _tell_lack(self, replica: StageRuntime) -> None:
+        """Say it once if nothing is free for redundant passes: the job goes on as if redundancy were lazy."""
+        lacks, before = self._budget == 0, self._lacks
+        self._lacks = lacks
+        if lacks and not before:
+            role, reason = replica.role, f"nothing is free of the memory of {self.ds.device}"
+            logger.warning("role %s: no redundant passes, as with redundancy.mode lazy-frc-lazy-brc: %s", role, reason)
+            self._tell_exhausted(role, 0, reason)
 
     def run(self, replica: StageRuntime, kind: str) -> None:
         """Take a pending step, or run a redundant pass.
@@ -184,6 +195,9 @@ class RedundantPasses(InContext):
         release_cache(self.ds.device)
         role = replica.role
         logger.warning("role %s: a redundant %s pass has exhausted the memory: %s", role, kind, reason)
+        self._tell_exhausted(role, dropped, reason)
+
+    def _tell_exhausted(self, role: Role, dropped: int, reason: str) -> None:
         self.epoch.channel.event(
             "redundancy_exhausted",
             epoch=self.epoch.plan.epoch,

@@ -115,6 +115,7 @@ class RecoveryProtocol(InContext):
     def _decide(self, plan: Plan, reports: Reports) -> Decision:
         """The same decision on all members, and what follows from it for what they do besides the operation."""
         self._check_setup(plan, reports)
+        self.epoch.note_devices(report.device for report in reports.values())
         decision = decision_of(reports, plan, self.ds.micro_batches, self.iteration.reduction.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
@@ -203,6 +204,7 @@ class RecoveryProtocol(InContext):
             checksums=self.progress.checksums,
             script=ScriptReport(**self.collectives.record()),
             exact=self.iteration.checks.left,
+            device=self.epoch.device_name,
         )
 
 

@@ -42,10 +42,13 @@ class StartReport(JobFacts):
     Attributes:
         resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
         flags: settings of the process that decide how tensors are computed; all members must have the same.
+        device: that the member computes on, by a name that no other of the job's devices has; ``None``: none that has
+            memory of its own.
     """
 
     resumed: tuple[str, str] | None
     flags: dict[str, str]
+    device: str | None
 
 
 class PartReport(_Report):
@@ -132,6 +135,7 @@ class MemberReport(JobFacts):
         ahead: by how much the script's count of steps is ahead of the job's.
         consumed: micro-batches of each pipeline that committed iterations have used.
         script: the script's own collectives.
+        device: see :class:`StartReport`.
     """
 
     step: int
@@ -153,6 +157,7 @@ class MemberReport(JobFacts):
     ahead: int
     consumed: int
     script: ScriptReport
+    device: str | None
 
     def script_facts(self) -> dict[str, Any]:
         """What the script's collectives agree by."""

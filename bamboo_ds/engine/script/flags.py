@@ -12,7 +12,7 @@ import torch
 from torch.nn.modules import module as torch_modules
 
 from ...config import BLOCK
-from ...devices import HOST
+from ...devices.accelerators import HOST
 from ...errors import ConfigError
 
 #: Key under which members answer with the settings of the job.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy
 import torch
 
-from ...devices import HOST, accelerator, numbered
+from ...devices.accelerators import HOST, accelerator, numbered
 from ...topology import Role
 
 #: Modules that track random number states by name, DeepSpeed's and Megatron's; each has its tracker as a global.

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 
-from ...comm import staging
-from ...comm.staging import Mark
+from . import staging
+from .accelerators import HOST, accelerator, page_locked
+from .staging import Mark
 
 
 @dataclass(frozen=True)
 class Event:
-    """See :class:`~bamboo_ds.comm.staging.Mark`."""
+    """See :class:`~bamboo_ds.devices.staging.Mark`."""
 
     event: Any
 
@@ -29,22 +29,22 @@ class Event:
 
 
 class AcceleratorStreams:
-    """See :class:`~bamboo_ds.comm.staging.Streams`: a stream of the accelerator for each direction."""
+    """See :class:`~bamboo_ds.devices.staging.Streams`: a stream of the accelerator for each direction."""
 
     def __init__(self) -> None:
-        self._accelerator: Any = get_accelerator()
+        self._accelerator = accelerator()
         self._out, self._in = self._accelerator.Stream(), self._accelerator.Stream()
 
     def carries(self, tensor: torch.Tensor) -> bool:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
-        return tensor.device.type != "cpu"
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
+        return tensor.device.type != HOST.type
 
     def memory(self, size: int) -> torch.Tensor:
-        """Page-locked; torch keeps what is freed for the next one."""
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        """Page-locked."""
+        return page_locked(size)
 
     def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
         self._out.wait_stream(self._accelerator.current_stream())
         with self._accelerator.stream(self._out):
             for source, target in zip(sources, targets, strict=True):
@@ -52,7 +52,7 @@ class AcceleratorStreams:
         return self._mark(self._out)
 
     def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
         device = self._accelerator.current_device_name()
         if after is not None:
             assert isinstance(after, Event)
@@ -64,16 +64,16 @@ class AcceleratorStreams:
         return found, self._mark(self._in)
 
     def order(self, mark: Mark) -> None:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
         assert isinstance(mark, Event)
         self._accelerator.current_stream().wait_event(mark.event)
 
     def mark(self) -> Mark:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
         return self._mark(self._accelerator.current_stream(), enable_timing=True)
 
     def seconds(self, begin: Mark, end: Mark) -> float:
-        """See :class:`~bamboo_ds.comm.staging.Streams`."""
+        """See :class:`~bamboo_ds.devices.staging.Streams`."""
         assert isinstance(begin, Event) and isinstance(end, Event)
         return float(begin.event.elapsed_time(end.event)) / 1000
 
@@ -85,5 +85,5 @@ class AcceleratorStreams:
 
 def use_accelerator() -> None:
     """Have tensors of this process's device, if it has one, go and come by streams of their own. Idempotent."""
-    if staging.current() is None and get_accelerator().device_name() != "cpu":
+    if staging.current() is None and accelerator().device_name() != HOST.type:
         staging.use(AcceleratorStreams())

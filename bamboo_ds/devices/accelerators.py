@@ -1,0 +1,90 @@
+"""The device that this process computes on, by DeepSpeed's accelerator: of any kind that DeepSpeed knows.
+
+DeepSpeed is imported by the first question, and not before: a process that trains has it by then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+#: Host memory.
+HOST = torch.device("cpu")
+
+
+def accelerator() -> Any:
+    """DeepSpeed's accelerator: streams, generators, memory, names and communication of this process's devices."""
+    from deepspeed.accelerator import get_accelerator
+
+    return get_accelerator()
+
+
+def current() -> torch.device:
+    """The device that the calling thread computes on; :data:`HOST` where there is no other."""
+    return torch.device(accelerator().current_device_name())
+
+
+def numbered(device: torch.device) -> torch.device:
+    """``device`` with its number: without one it means that of the calling thread."""
+    return device if device.type == HOST.type or device.index is not None else current()
+
+
+def page_locked(nbytes: int) -> torch.Tensor:
+    """Host memory (``uint8``, one dimension) with any content that devices read and write by themselves.
+
+    As DeepSpeed pins memory. Torch's allocator, which that uses by default, takes powers of two.
+    """
+    own = accelerator()
+    if hasattr(own, "pin_empty"):
+        return own.pin_empty(nbytes, dtype=torch.uint8)
+    return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # before that, DeepSpeed could only copy into it
+
+
+def release_page_locked() -> None:
+    """Give back what torch's allocator keeps of page-locked memory that is not in use any more."""
+    for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
+        if hasattr(module, name):  # by torch's version; the second one where torch is built for CUDA
+            getattr(module, name)()
+            return
+
+
+def name_on_host(device: torch.device, environ: Mapping[str, str]) -> str:
+    """Which of the host's devices it is, equal in all processes, whichever devices they may see.
+
+    Args:
+        device: not host memory.
+        environ: where the variables may be that say which devices the process sees.
+    """
+    number = numbered(device).index
+    for name in accelerator().visible_devices_envs():
+        visible = [each.strip() for each in environ.get(name, "").split(",") if each.strip()]
+        if number < len(visible):
+            return f"{device.type} {visible[number]}"
+    return f"{device.type} {number}"
+
+
+def room(device: torch.device, sharing: int) -> int:
+    """Bytes that this process may still allocate on ``device``, besides what it and all others hold there.
+
+    What the allocator has cached counts.
+
+    Args:
+        device: not host memory.
+        sharing: processes that divide the device, and what is free of it, among themselves.
+    """
+    own, number = accelerator(), numbered(device).index
+    held = own.memory_allocated(number)
+    cached = own.memory_reserved(number) - held
+    return max(0, min(own.total_memory(number) // sharing - held, _free(number) // sharing + cached))
+
+
+def _free(number: int | None) -> int:
+    """Bytes of a device that no process holds.
+
+    DeepSpeed asks a library for them that may not be installed, and that some names in ``CUDA_VISIBLE_DEVICES`` make
+    fail, or leaves others out: torch's answer comes first.
+    """
+    ask = getattr(torch.get_device_module(accelerator().device_name()), "mem_get_info", None)
+    return int(accelerator().available_memory(number) if ask is None else ask(number)[0])
