@@ -77,6 +77,23 @@ def exchange(member: Member) -> list[float]:
         backend.kind_for = before
 
 
+def communicate_far(member: Member) -> list[Any]:
+    """With tensors on a device that torch has no group for, and no driver either."""
+    from tests.support.far import far
+
+    rank, gathered = dist.get_rank(), [far(0.0) for _ in range(3)]
+    summed, given = far(1.0 + rank, 2.0), far(float(rank))
+    dist.all_reduce(summed)
+    dist.all_gather(gathered, given)
+    dist.broadcast(given, 1)
+    return [each.elements.tolist() for each in (summed, given, *gathered)]
+
+
+def test_collectives_of_any_device(trio: Cluster) -> None:
+    expected = [[6.0, 6.0], [1.0], [0.0], [1.0], [2.0]]
+    assert trio.everybody("call", lambda _: (communicate_far,)) == [expected] * 3
+
+
 def reduce_through_host(member: Member) -> tuple[list[float], list[str]]:
     """As if the tensor were on a GPU, where a communicator would have to be made."""
     from bamboo_ds.comm import groups, inner

@@ -36,7 +36,8 @@ from bamboo_ds.topology import Layout, Role
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
-from .support.accelerators import FakeAccelerator, FakeDriver, far
+from .support.accelerators import FakeAccelerator
+from .support.far import FakeDriver, far
 from .support.gloo import on_threads
 from .support.settings import agent
 

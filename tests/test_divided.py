@@ -225,6 +225,23 @@ def test_members_may_hold_only_so_much(tmp_path: Path, reference: Reference) -> 
     assert_same(result, reference(2, 1, 6, *result.length), [], joined=1)
 
 
+@pytest.mark.integration
+def test_devices_bound_what_members_hold(tmp_path: Path, reference: Reference) -> None:
+    """Without a setting. Each member has a device with room for one stage, and not for a replica of the other one."""
+    go, room = tmp_path / "go", 12600
+    command = ["--stages", "2", *slow_until(go), "--device-bytes", str(room * 10 // 9)]
+    with RunningJob(tmp_path, 2, command, write_config(tmp_path, {"redundancy": {"verify_every": 2}})) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        report = json.loads(run_plan(job))
+        go.touch()
+        result = job.finish()
+    assert [(event["roles"], event["members"]) for event in result.events("memory_short")] == [([[0, 0], [0, 1]], [])]
+    assert [each["limit"] for each in report["memory"]] == [room] * 2
+    held = [each["held"] for each in report["memory"]]
+    assert max(held) <= room < sum(held), held
+    assert_same(result, reference(2, 1, 6, *result.length), [])
+
+
 def run_plan(job: RunningJob) -> str:
     command = [bamboo_command(), "plan", "--job", job.name, "--json"]
     return subprocess.run(command, env=job.env, capture_output=True, check=True, timeout=60, text=True).stdout

@@ -155,6 +155,18 @@ def install_hooks(module: nn.Module, stage: int) -> None:
             layer.register_forward_hook(lambda layer, inputs, output: output * (0.9 + 0.01 * stage))
 
 
+def compute_on_device(total: int) -> None:
+    """Report that this process computes on a device of its own."""
+    from bamboo_ds.control.registry.records import DeviceRecord
+    from bamboo_ds.engine import parts
+
+    def device_of(context: Any) -> DeviceRecord:
+        assert sum(tensor.nbytes for tensor in context.binding.local.tensors()), "what the process has for its stage"
+        return DeviceRecord(name=context.epoch.member, total=total)
+
+    parts.device_of = device_of
+
+
 def overflow(step: int) -> None:
     """Let gradients of stage 1 overflow in an iteration."""
 
@@ -221,6 +233,7 @@ def main() -> None:
     parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
     parser.add_argument("--freeze-at", type=int, default=-1, help="no biases are trained from this step on")
     parser.add_argument("--exhaust-at", type=int, nargs="*", default=[], help="replicas lack memory in these steps")
+    parser.add_argument("--device-bytes", type=int, default=0, help="this process has a device with so much memory")
     parser.add_argument("--overflow-at", type=int, default=None, help="gradients of stage 1 overflow in this step")
     parser.add_argument("--count-samples", action="store_true", help="a client optimizer, a scheduler like Megatron's")
     parser.add_argument("--adjust", action="store_true", help="set learning rates and the count of steps by hand")
@@ -262,6 +275,8 @@ def main() -> None:
         scheduler = SampleScheduler(optimizer, 1000)
     if arguments.hooks:
         bamboo_ds.on_stage_built(install_hooks)
+    if arguments.device_bytes:
+        compute_on_device(arguments.device_bytes)
     if arguments.overflow_at is not None:
         overflow(arguments.overflow_at)
     if arguments.exhaust_at:
