@@ -210,6 +210,9 @@ class Creating:
         self.release.wait(60)
         return LateWork(tensors)
 
+    def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *sizes: list[int]) -> Any:
+        return LateWork([output])
+
     def abort(self) -> None:
         self.aborted.set()
         self.release.wait(60)

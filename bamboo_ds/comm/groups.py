@@ -133,7 +133,7 @@ class Groups:
 
         def make() -> None:
             try:
-                connect(group, device)
+                connect(group, len(members), device)
             except BaseException as error:  # raised by the thread that waits
                 made.set_exception(error)
             else:

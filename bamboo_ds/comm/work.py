@@ -84,10 +84,14 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
 
 
 class Several(CompletedWork):
-    """Several works, with their finishing touches, as one."""
+    """Several works, with their finishing touches, as one.
 
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        super().__init__()
+    Args:
+        written: what they write, where that is known.
+    """
+
+    def __init__(self, pending: Sequence[Pending], written: list[torch.Tensor] | None = None) -> None:
+        super().__init__(written)
         self._pending = list(pending)
         self._works = [work for work, _ in pending]
 

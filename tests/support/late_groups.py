@@ -6,7 +6,7 @@ abort completes everything that was begun, without an error, and leaves the nois
 by files in a folder, so that nothing but an abort tells a collective of a loss.
 
 A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
-in ``wait``: until the collective has ended, whatever it has ended by.
+in ``wait``: until the collective has ended, whatever it has ended by. Exchanges always do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from torch import distributed as dist
 from bamboo_ds.comm import nccl
 
 Before = Callable[["LateGroup", str, int], None]
-_MODULES = ("inner", "groups", "calls.collectives", "backend")
+_MODULES = ("inner", "groups", "calls.collectives", "calls.order", "backend")
 
 
 class LateWork(dist.Work):  # type: ignore[misc]
@@ -111,11 +111,26 @@ class LateGroup:
             assert operator == dist.ReduceOp.SUM, operator
             return [column.sum(0, dtype=column.dtype) for column in columns]
 
-        return self._begin("allreduce", tensors, combine)
+        return self._begin("allreduce", tensors, tensors, combine)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork:
         root: int = options.rootRank
-        return self._begin("broadcast", tensors, lambda parts: parts[root], writes=self._rank != root)
+        return self._begin("broadcast", tensors, tensors if self._rank != root else [], lambda parts: parts[root])
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, outputs: list[int], inputs: list[int], options: Any = None
+    ) -> LateWork:
+        parts = list(given.split(inputs or [given.numel() // self._size] * self._size))
+
+        def mine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [torch.cat([row[self._rank] for row in parts])]
+
+        return self._begin("alltoall", parts, [output], mine, in_order=True)
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> LateWork:
+        return self._begin(
+            "allgather", [given], [output], lambda parts: [torch.cat([row[0] for row in parts])], in_order=True
+        )
 
     def abort(self) -> None:
         self.aborted.set()
@@ -125,13 +140,14 @@ class LateGroup:
     def _begin(
         self,
         operation: str,
-        tensors: list[torch.Tensor],
+        given: list[torch.Tensor],
+        written: list[torch.Tensor],
         combine: Callable[[list[list[torch.Tensor]]], Any],
-        writes: bool = True,
+        in_order: bool = False,
     ) -> LateWork:
-        number, mine = self._number, [tensor.detach().clone() for tensor in tensors]
+        number, mine = self._number, [tensor.detach().clone() for tensor in given]
         self._number += 1
-        work = LateWork(tensors if writes else [], self._in_order)
+        work = LateWork(written, self._in_order or in_order)
         self._begun.append(work)
 
         def run() -> None:
