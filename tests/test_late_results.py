@@ -28,7 +28,7 @@ from bamboo_ds.engine.iteration.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost
 from bamboo_ds.topology import Plan
 
-from .support.compare import assert_equal
+from .support.compare import assert_computed, assert_equal
 from .support.hubs import Hubs
 from .support.jobs import SUPPORT, run_bamboo, write_config
 from .support.late_groups import LateWork
@@ -293,9 +293,9 @@ def test_a_loss_while_a_communicator_is_made_holds_nobody_up(members: Any) -> No
 def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
     three, pool, release = members
     release.set()
-    found = list(pool.map(three.get, three.names))
-    assert sorted(map(id, found)) == sorted(map(id, Creating.made))
-    assert three.get("a") in found
+    found = dict(zip(three.names, pool.map(three.get, three.names), strict=True))
+    assert len(Creating.made) == 3 and three.get("a") is found["a"]
+    assert found["a"].aborted in {made.aborted for made in Creating.made}
 
 
 # -- a job -------------------------------------------------------------------------------------------------------
@@ -311,3 +311,23 @@ def test_what_an_abort_cuts_off_everywhere_is_done_again(
     result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments], file, SUPPORT / "train_late.py")
     assert {path.name for path in tmp_path.glob("held-*")} == {"held-0", "held-1"}, result.output[-4000:]
     assert_equal(result, reference(2, 2, micro_batches, *arguments), [fault(3, 2, "late")])
+
+
+@pytest.mark.integration
+def test_two_survivors_whose_aborts_wait_for_each_other_are_not_both_lost(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold one stage. The leader goes on without one of them, and its end frees the other."""
+    monkeypatch.setenv("BAMBOO_TEST_HANG", "1")
+    block = {"redundancy": {"verify_every": 2}, "membership": {"rejoin_s": 0}}
+    arguments = ("--steps", str(STEPS))
+    result = run_bamboo(
+        tmp_path, 4, ["--stages", "2", *arguments], write_config(tmp_path, block), SUPPORT / "train_late.py"
+    )
+    tail = result.output[-4000:]
+    assert {path.name for path in tmp_path.glob("hung-*")} == {"hung-0", "hung-1"}, tail
+    lost = {event["reason"]: event for event in result.events("member_lost")}
+    assert sorted(lost) == ["abort", "signal"] and not result.events("restart"), tail
+    assert "still blocks after" in lost["abort"]["detail"]
+    assert len(result.ranks()) == 2
+    assert_computed(result, reference(2, 2, 6, *arguments))

@@ -33,6 +33,11 @@ class Aborts:
         """Wait until all have ended, however."""
         wait(list(self._all))
 
+    @property
+    def through(self) -> bool:
+        """Whether all are done."""
+        return all(ended.done() and ended.exception() is None for ended in list(self._all))
+
     def wait(self, timeout_s: float) -> None:
         """Wait until all are done.
 
@@ -45,11 +50,7 @@ class Aborts:
             error = ended.exception() if done else None
             if error is not None or not done:
                 why = f"has failed: {error}" if done else f"still blocks after {timeout_s:.0f} s"
-                raise AbortFailed(
-                    f"the abort of {what} {why}. Its device may go on writing to what this worker computes with: "
-                    "the worker stops, and others take over its stages. Look at the device and its driver's log "
-                    "(dmesg, nvidia-smi -q)"
-                ) from error
+                raise AbortFailed(f"the abort of {what} {why}") from error
 
 
 def _started(what: str, call: Callable[[], None]) -> Future[None]:
