@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
@@ -90,7 +91,9 @@ class Worker:
 
     def suspicion(self) -> SuspicionRecord:
         """The next one that has come."""
+        until = time.monotonic() + 20
         while True:
+            assert time.monotonic() < until, "nothing but heartbeats"
             line = self._lines.readline()
             assert line, "the channel has ended"
             message = parse_to_agent(line)

@@ -2,7 +2,8 @@
 
 A collective returns at once, and so does the ``wait`` of its work; the result comes later, from a thread that does one
 collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
-abort completes everything that was begun, without an error, and leaves the noise. Members exchange what they contribute
+abort completes everything that was begun, without an error, and leaves the noise. Each group adds in an order of its
+own. Members exchange what they contribute
 by files in a folder, so that nothing but an abort tells a collective of a loss.
 
 A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
@@ -11,9 +12,11 @@ in ``wait``: until the collective has ended, whatever it has ended by. Exchanges
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -109,7 +112,8 @@ class LateGroup:
             if operator == dist.ReduceOp.MAX:
                 return [column.amax(0) for column in columns]
             assert operator == dist.ReduceOp.SUM, operator
-            return [column.sum(0, dtype=column.dtype) for column in columns]
+            first, *others = random.Random(self._folder.name).sample(range(self._size), self._size)
+            return [functools.reduce(torch.add, [column[rank] for rank in others], column[first]) for column in columns]
 
         return self._begin("allreduce", tensors, tensors, combine)
 
