@@ -17,9 +17,9 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from bamboo_ds.comm import aborts
 from bamboo_ds.comm import groups as groups_module
-from bamboo_ds.comm import guard
-from bamboo_ds.comm.guard import Guard, Guarded
+from bamboo_ds.comm.aborts import Guard, Guarded
 from bamboo_ds.comm.hub import Signal
 from bamboo_ds.comm.inner import NCCL
 from bamboo_ds.comm.lifetime import Lifetime
@@ -303,7 +303,7 @@ def test_an_abort_waits_for_a_launch_and_none_begins_after_it() -> None:
 
 
 def test_an_abort_does_not_wait_for_a_launch_that_only_it_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(guard, "_CALL_S", 0.05)
+    monkeypatch.setattr(aborts, "_CALL_S", 0.05)
     called, life = Called(), Life()
     guarded = Guarded(called, Guard(life.check))
     launch = threading.Thread(target=guarded.allreduce, daemon=True)

@@ -19,9 +19,8 @@ from typing import Any
 import torch
 
 from . import sockets
-from .aborts import Aborts
+from .aborts import Aborts, Guard, Guarded
 from .c10d import dist
-from .guard import Guard, Guarded
 from .inner import BEHIND, GLOO, connect, create_inner
 from .keyvalue import TorchStore
 from .links import Links
