@@ -135,7 +135,8 @@ class Isolated(BambooError, RuntimeError):
 
 
 class AbortFailed(BambooError, RuntimeError):
-    """A communicator of an epoch that is over could not be aborted. The worker must stop: its device still uses it."""
+    """A communicator of an epoch that is over is not aborted. As long as that is so the worker cannot go on: its device
+    still uses it, and may write to what the worker computes with."""
 
 
 class Left(BambooError, RuntimeError):

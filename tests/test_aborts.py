@@ -5,16 +5,29 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import distributed as dist
 
-from bamboo_ds.comm import groups as module
+from bamboo_ds.comm import aborts
+from bamboo_ds.comm import groups as groups_module
+from bamboo_ds.comm.aborts import Guard, Guarded
+from bamboo_ds.comm.hub import Signal
 from bamboo_ds.comm.inner import NCCL
+from bamboo_ds.comm.lifetime import Lifetime
+from bamboo_ds.comm.links import Links
+from bamboo_ds.comm.work import BambooWork
 from bamboo_ds.control.messages import Heartbeat, PlanPush, parse_to_agent
-from bamboo_ds.errors import EXIT_EVICTED, AbortFailed, Isolated
+from bamboo_ds.control.registry.records import SuspicionRecord
+from bamboo_ds.errors import EXIT_EVICTED, AbortFailed, EpochChanged, Isolated
 from bamboo_ds.topology import Plan
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.exit import exit_code_of
@@ -25,6 +38,11 @@ pytestmark = pytest.mark.claim("reference/limits.md")
 
 def plan(epoch: int, *others: str) -> Plan:
     return Plan(epoch=epoch, owners=("a", *others), members=("a", *others))
+
+
+def without(epoch: int) -> Plan:
+    """One that has dropped the worker."""
+    return Plan(epoch=epoch, owners=("b",), members=("b",), lost=("a",))
 
 
 class Communicator:
@@ -71,6 +89,17 @@ class Worker:
             assert line, "the channel has ended"
             count -= isinstance(parse_to_agent(line), Heartbeat)
 
+    def suspicion(self) -> SuspicionRecord:
+        """The next one that has come."""
+        until = time.monotonic() + 20
+        while True:
+            assert time.monotonic() < until, "nothing but heartbeats"
+            line = self._lines.readline()
+            assert line, "the channel has ended"
+            message = parse_to_agent(line)
+            if isinstance(message, SuspicionRecord):
+                return message
+
     def close(self) -> None:
         self.job.session.close()
         self.job.channel.close()
@@ -85,28 +114,110 @@ def worker() -> Iterator[Worker]:
     made.close()
 
 
-def test_one_that_blocks_or_fails_holds_nobody_up(
-    worker: Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(module, "_ABORT_TIMEOUT_S", 0.2)
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker has no patience with an abort before it tells."""
+    monkeypatch.setattr(groups_module, "_ABORT_TIMEOUT_S", 0.1)
+
+
+@pytest.fixture
+def held() -> Iterator[Communicator]:
+    """One that blocks until the test ends."""
     release = threading.Event()
-    blocks, fails, ends = Communicator(release.wait), Communicator(fail), Communicator()
-    worker.have(blocks, fails, ends)
-    epoch = worker.job.session.current
-    try:
-        worker.push(plan(2))
-        assert all(each.called.wait(20) for each in (blocks, fails, ends))
-        worker.heartbeats(4)
-        with pytest.raises(AbortFailed, match=r"NCCL group group0 of a, b \(epoch 1\) still blocks after 0 s") as first:
-            worker.job.enter(worker.job.channel.wait_plan(1, 20))
-        assert exit_code_of(first.value) == EXIT_EVICTED, "a loss of this member, no failure of the script"
-    finally:
-        release.set()
-    epoch.groups._aborts.join()
-    with pytest.raises(AbortFailed, match=r"group1 of a, b .* has failed: unhandled device error"):
-        epoch.groups.await_aborts()
-    assert "NCCL group group1 of a, b (epoch 1) could not be aborted" in caplog.text
+    yield Communicator(release.wait)
+    release.set()
+
+
+def entering(worker: Worker, after: int = 1) -> Future[None]:
+    """The worker enters the newest plan, on another thread: the test is its agent."""
+    future: Future[None] = Future()
+
+    def enter() -> None:
+        try:
+            worker.job.enter(worker.job.channel.wait_plan(after, 20))
+        except BaseException as error:
+            future.set_exception(error)
+        else:
+            future.set_result(None)
+
+    threading.Thread(target=enter, daemon=True).start()
+    return future
+
+
+def test_one_that_blocks_or_fails_holds_nobody_up(
+    worker: Worker, impatient: None, held: Communicator, caplog: pytest.LogCaptureFixture
+) -> None:
+    fails, ends = Communicator(fail), Communicator()
+    worker.have(held, fails, ends)
+    worker.push(plan(2))
+    assert all(each.called.wait(20) for each in (held, fails, ends))
+    worker.heartbeats(4)
+    entered = entering(worker)
+    told = worker.suspicion()
+    assert (told.by, told.epoch, set(told.accused)) == ("a", 2, {"a"})
+    assert "NCCL group group0 of a, b (epoch 1) still blocks after 0 s" in told.accused["a"]
     worker.heartbeats(2)
+    assert not entered.done(), "it is not ended before somebody has decided that"
+    worker.push(without(3))
+    with pytest.raises(AbortFailed, match=r"group0 of a, b .*may go on writing .*others take over its stages") as first:
+        entered.result(20)
+    assert exit_code_of(first.value) == EXIT_EVICTED, "a loss of this member, no failure of the script"
+    assert "NCCL group group1 of a, b (epoch 1) could not be aborted" in caplog.text
+
+
+def test_one_that_has_failed_is_told_at_once(worker: Worker) -> None:
+    worker.have(Communicator(fail))
+    worker.push(plan(2))
+    entered = entering(worker)
+    assert "group0 of a, b (epoch 1) has failed: unhandled device error" in worker.suspicion().accused["a"]
+    worker.push(without(3))
+    with pytest.raises(AbortFailed):
+        entered.result(20)
+
+
+def test_the_end_of_another_worker_is_another_chance(worker: Worker, impatient: None) -> None:
+    """NCCL's abort may wait for a process that is stuck itself, until that has ended."""
+    release = threading.Event()
+    worker.have(Communicator(release.wait))
+    worker.push(plan(2, "b"))
+    entered = entering(worker)
+    assert worker.suspicion().epoch == 2
+    worker.push(plan(3))
+    with pytest.raises(EpochChanged, match="epoch 2 ended while it was entered"):
+        entered.result(20)
+    again = entering(worker, 2)
+    assert worker.suspicion().epoch == 3, "it asks again"
+    release.set()
+    again.result(20)
+    assert worker.job.session.epoch == 3
+    taken_back = worker.suspicion()
+    assert (taken_back.epoch, taken_back.accused) == (3, {})
+
+
+def test_a_plan_for_later_is_told_as_well(worker: Worker, impatient: None, held: Communicator) -> None:
+    """What is told of an older plan does not count; this one leaves everybody where it is."""
+    worker.have(held)
+    worker.push(plan(2))
+    entered = entering(worker)
+    assert worker.suspicion().epoch == 2
+    worker.push(replace(plan(3), immediate=False))
+    assert worker.suspicion().epoch == 3 and not entered.done()
+    worker.push(without(4))
+    with pytest.raises(AbortFailed):
+        entered.result(20)
+
+
+def test_a_worker_that_nobody_can_replace_gives_up_in_the_end(
+    worker: Worker, impatient: None, held: Communicator
+) -> None:
+    recovery = worker.job.settings.recovery.model_copy(update={"plan_timeout_s": 0.3})
+    worker.job.settings = worker.job.settings.model_copy(update={"recovery": recovery})
+    worker.have(held)
+    worker.push(plan(2))
+    entered = entering(worker)
+    assert worker.suspicion().epoch == 2
+    with pytest.raises(AbortFailed, match=r"nothing has helped for bamboo.recovery.plan_timeout_s = 0.3 s"):
+        entered.result(20)
 
 
 def test_those_that_end_are_waited_for(worker: Worker) -> None:
@@ -124,6 +235,105 @@ def test_those_that_end_are_waited_for(worker: Worker) -> None:
     threading.Timer(0.1, release.set).start()
     worker.job.enter(worker.job.channel.wait_plan(1, 20))
     assert release.is_set() and worker.job.session.epoch == 2
+
+
+# -- calls and aborts --------------------------------------------------------------------------------------------
+
+
+class Called:
+    """A communicator whose calls and works block as long as the test likes; notes what overlaps with its abort."""
+
+    def __init__(self) -> None:
+        self.entered, self.release, self.aborted = threading.Event(), threading.Event(), threading.Event()
+        self.inside = self.overlapping = 0
+
+    def allreduce(self, *tensors: Any) -> Any:
+        self.inside += 1
+        self.entered.set()
+        self.release.wait(20)
+        self.inside -= 1
+        return Asked(self)
+
+    def abort(self) -> None:
+        self.overlapping += self.inside
+        self.aborted.set()
+
+
+class Asked(dist.Work):  # type: ignore[misc]
+    """A work of it: torch's ask their communicator, under a lock that the abort holds."""
+
+    def __init__(self, communicator: Called) -> None:
+        super().__init__()
+        self.asked = 0
+        self._communicator = communicator
+
+    def is_completed(self) -> bool:
+        self.asked += 1
+        assert not self._communicator.aborted.is_set(), "here the process would stand still"
+        return False
+
+
+class Life:
+    """An epoch that ends."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def check(self, operation: str) -> None:
+        if self.over:
+            raise EpochChanged(operation)
+
+
+def test_an_abort_waits_for_a_launch_and_none_begins_after_it() -> None:
+    called, life = Called(), Life()
+    guarded = Guarded(called, Guard(life.check))
+    launch = threading.Thread(target=guarded.allreduce, daemon=True)
+    launch.start()
+    assert called.entered.wait(20)
+    life.over = True
+    abort = threading.Thread(target=guarded.abort, daemon=True)
+    abort.start()
+    assert not called.aborted.wait(0.1), "the launch is under way"
+    called.release.set()
+    assert called.aborted.wait(20) and called.overlapping == 0
+    with pytest.raises(EpochChanged, match="allreduce"):
+        guarded.allreduce()
+    for thread in (launch, abort):
+        thread.join(20)
+
+
+def test_an_abort_does_not_wait_for_a_launch_that_only_it_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aborts, "_CALL_S", 0.05)
+    called, life = Called(), Life()
+    guarded = Guarded(called, Guard(life.check))
+    launch = threading.Thread(target=guarded.allreduce, daemon=True)
+    launch.start()
+    assert called.entered.wait(20)
+    life.over = True
+    guarded.abort()
+    assert called.overlapping == 1
+    called.release.set()
+    launch.join(20)
+
+
+def test_works_are_not_asked_while_their_communicator_is_aborted() -> None:
+    called, life = Called(), Life()
+    called.release.set()
+    lifetime: Any = Lifetime(1, lambda member, reason: None)
+    nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
+    links = Links(lifetime, nobody, ("a", "b"), "a", ("", ""))
+    inner = Guarded(called, Guard(life.check)).allreduce()
+    work = BambooWork(links, inner, "allreduce", ("a", "b"), kind=NCCL, device=torch.device("cpu"))
+    assert not work.is_completed() and not work.through and inner.asked == 2
+    life.over = True  # which the work has not heard of: it is looking just now
+    called.abort()
+    assert work.through and work.is_completed() and isinstance(work.exception(), EpochChanged)
+    with pytest.raises(EpochChanged):
+        work.wait()
+    assert inner.asked == 2
+
+
+# -- heartbeats --------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_that_cannot_be_followed_ends_no_heartbeat(

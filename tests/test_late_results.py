@@ -28,7 +28,7 @@ from bamboo_ds.engine.iteration.slices import SlicedPasses
 from bamboo_ds.errors import EpochChanged, PeerLost
 from bamboo_ds.topology import Plan
 
-from .support.compare import assert_equal
+from .support.compare import assert_computed, assert_equal
 from .support.hubs import Hubs
 from .support.jobs import SUPPORT, run_bamboo, write_config
 from .support.late_groups import LateWork
@@ -210,6 +210,9 @@ class Creating:
         self.release.wait(60)
         return LateWork(tensors)
 
+    def alltoall_base(self, output: torch.Tensor, given: torch.Tensor, *sizes: list[int]) -> Any:
+        return LateWork([output])
+
     def abort(self) -> None:
         self.aborted.set()
         self.release.wait(60)
@@ -290,9 +293,13 @@ def test_a_loss_while_a_communicator_is_made_holds_nobody_up(members: Any) -> No
 def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
     three, pool, release = members
     release.set()
-    found = list(pool.map(three.get, three.names))
-    assert sorted(map(id, found)) == sorted(map(id, Creating.made))
-    assert three.get("a") in found
+    found = dict(zip(three.names, pool.map(three.get, three.names), strict=True))
+    assert len(Creating.made) == 3 and three.get("a") is found["a"]
+    assert found["a"].aborted in {made.aborted for made in Creating.made}
+    three.epochs["a"].abort("a loss")
+    with pytest.raises(EpochChanged, match="a loss"):
+        found["a"].allreduce([torch.ones(1)])
+    assert len(Creating.made) == 3, "it may be freed by now"
 
 
 # -- a job -------------------------------------------------------------------------------------------------------
@@ -308,3 +315,43 @@ def test_what_an_abort_cuts_off_everywhere_is_done_again(
     result = run_bamboo(tmp_path, 4, ["--stages", "2", *arguments], file, SUPPORT / "train_late.py")
     assert {path.name for path in tmp_path.glob("held-*")} == {"held-0", "held-1"}, result.output[-4000:]
     assert_equal(result, reference(2, 2, micro_batches, *arguments), [fault(3, 2, "late")])
+
+
+@pytest.mark.integration
+def test_sums_of_three_pipelines_have_the_bits_of_the_undisturbed_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each communicator has an order of its own, also those that follow the loss."""
+    runs: dict[str, Any] = {}
+    for how in ("undisturbed", "disturbed"):
+        monkeypatch.setenv("BAMBOO_TEST_LATE", how)
+        (folder := tmp_path / how).mkdir()
+        file = write_config(folder, {"redundancy": {"verify_every": 2}})
+        command = ["--stages", "2", "--steps", str(STEPS)]
+        runs[how] = run_bamboo(folder, 6, command, file, SUPPORT / "train_late.py")
+        assert runs[how].exit_code == 0, runs[how].output[-4000:]
+    assert {path.name for path in folder.glob("held-*")} == {"held-0", "held-1"}
+    assert [event["reason"] for event in runs["disturbed"].events("member_lost")] == ["signal"]
+    assert not runs["undisturbed"].events("member_lost")
+    assert_computed(runs["disturbed"], runs["undisturbed"])
+
+
+@pytest.mark.integration
+def test_two_survivors_whose_aborts_wait_for_each_other_are_not_both_lost(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They hold one stage. The leader goes on without one of them, and its end frees the other."""
+    monkeypatch.setenv("BAMBOO_TEST_LATE", "hang")
+    block = {"redundancy": {"verify_every": 2}, "membership": {"rejoin_s": 0}}
+    arguments = ("--steps", str(STEPS))
+    result = run_bamboo(
+        tmp_path, 4, ["--stages", "2", *arguments], write_config(tmp_path, block), SUPPORT / "train_late.py"
+    )
+    tail = result.output[-4000:]
+    assert {path.name for path in tmp_path.glob("hung-*")} == {"hung-0", "hung-1"}, tail
+    lost = {event["reason"]: event for event in result.events("member_lost")}
+    assert sorted(lost) == ["abort", "signal"] and len(result.events("member_lost")) == 2, tail
+    assert not result.events("restart"), tail
+    assert "still blocks after" in lost["abort"]["detail"]
+    assert len(result.ranks()) == 2
+    assert_computed(result, reference(2, 2, 6, *arguments))

@@ -31,7 +31,7 @@ from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.observe.live import LiveJob
 from bamboo_ds.store.records import KeyValue, WatchEvent
-from bamboo_ds.topology import Layout, Plan, StageMemory, planner
+from bamboo_ds.topology import Layout, Plan, StageMemory, holders_of, planner
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support import records
@@ -416,7 +416,6 @@ def test_only_living_members_accuse_others_in_this_epoch() -> None:
     for useless in (
         suspicions(("a", "b"), ("c", "b"), epoch=1),
         suspicions(("x", "b"), ("y", "b")),
-        suspicions(("b", "b")),
         suspicions(("a", "x"), ("c", "x")),
     ):
         assert deciding(0.0, 0.0).decide(replace(all_well(), suspicions=useless), 100.0) == Wait()
@@ -438,6 +437,73 @@ def test_mutual_accusations_convict_one_at_a_time() -> None:
     view = replace(all_well(), suspicions=suspicions(*accusations))
     action = decided(WritePlan, deciding(0.0, 0.0), view, 100.0)
     assert action.plan.lost == ("b",)
+
+
+# -- members that cannot enter an epoch --------------------------------------------------------------
+
+
+def stuck_in(plan: Plan, *names: str) -> View:
+    """All members of ``plan`` are there, and those of ``names`` cannot abort their communicators."""
+    told = suspicions(*((name, name) for name in names), epoch=plan.epoch)
+    return replace(all_well(), plan=plan, members=members(*plan.members), suspicions=told)
+
+
+def test_a_member_that_cannot_enter_an_epoch_is_let_go() -> None:
+    one = decider()
+    assert one.decide(stuck_in(SECOND, "b"), 100.0) == Wait(100.0 + SETTLE_S)
+    action = decided(WritePlan, one, stuck_in(SECOND, "b"), 100.0 + SETTLE_S)
+    assert action.plan == takeover(SECOND, ["b"]) and not action.plan.unheld
+    assert (action.losses[0].member, action.losses[0].reason, action.losses[0].detail) == ("b", "abort", "reset")
+    # What it has told in another epoch, or has taken back, does not count.
+    for told in (suspicions(("b", "b"), epoch=1), {"b": SuspicionRecord(by="b", epoch=2, accused={})}):
+        assert deciding(0.0, 0.0).decide(replace(all_well(), suspicions=told), 100.0) == Wait()
+
+
+@pytest.mark.parametrize("stuck", [("a", "b"), ("b", "c"), ("a", "b", "c"), ("a", "b", "c", "d")])
+def test_several_that_cannot_are_let_go_in_turn_as_long_as_others_hold_their_stages(stuck: tuple[str, ...]) -> None:
+    """Each plan gives the others another chance; who holds a stage alone is kept, whatever it takes."""
+    one, plan, left_over = deciding(0.0, 0.0), SECOND, list(stuck)
+    while isinstance(action := one.decide(stuck_in(plan, *left_over), 100.0), WritePlan):
+        (gone,) = action.plan.lost
+        assert gone in left_over and not action.plan.unheld and action.plan.epoch == plan.epoch + 1
+        plan, left_over = action.plan, [name for name in left_over if name != gone]
+    assert len(left_over) < len(stuck), "somebody was let go"
+    if left_over:
+        who = ", ".join(left_over)
+        assert action == Wait(None, f"{who} cannot go on, and nobody else holds their stages")
+        assert all(takeover(plan, [name]).unheld for name in left_over)
+    else:
+        assert isinstance(action, WritePlan | Wait)
+
+
+def test_those_go_first_whose_stages_others_hold_that_can_go_on() -> None:
+    """Of what a, c and d hold, d alone has nothing that b holds, too."""
+    action = decided(WritePlan, deciding(0.0, 0.0), stuck_in(SECOND, "a", "c", "d"), 100.0)
+    assert [sorted(held) for held in holders_of(SECOND, {}).values()] == [
+        ["a", "d"], ["a", "b"], ["b", "c"], ["c", "d"],
+    ]  # fmt: skip
+    assert action.plan.lost == ("c",)
+
+
+def test_who_gives_up_in_the_end_is_a_loss_like_any_other() -> None:
+    plan = takeover(SECOND, ["a"])  # nobody but d holds stage 0
+    view = stuck_in(plan, "d")
+    assert decided(Wait, deciding(0.0, 0.0), view, 100.0).reason is not None
+    ended = left("d", reason="exit", detail="75", code=75)
+    action = decided(
+        WritePlan,
+        deciding(0.0, 0.0),
+        replace(view, members=members("b", "c"), left={"d": ended}),
+        100.0,
+    )
+    assert action.plan.unheld, "the job starts again from its newest checkpoint"
+
+
+def test_other_accusations_are_judged_beside_those_that_are_kept() -> None:
+    plan = takeover(SECOND, ["a"])
+    told = suspicions(("d", "d"), ("b", "c"), ("d", "c"), epoch=plan.epoch)
+    action = decided(WritePlan, deciding(0.0, 0.0), replace(stuck_in(plan), suspicions=told), 100.0)
+    assert action.plan.lost == ("c",)
 
 
 # -- whole lives ------------------------------------------------------------------------------------

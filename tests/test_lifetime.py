@@ -9,7 +9,8 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.calls.collectives import COLLECTIVES, Adapter, alone
+from bamboo_ds.comm.calls.collectives import Adapter, alone
+from bamboo_ds.comm.calls.table import COLLECTIVES
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.errors import EpochChanged, PeerLost
 

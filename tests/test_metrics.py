@@ -91,7 +91,7 @@ def test_a_recorded_job_by_the_clients_own_parser() -> None:
     assert value(found, "bamboo_frc_coverage_ratio") == pytest.approx(covered)
     lost = Counter(event.reason for event in events if isinstance(event, ev.MemberLost))
     assert {dict(labels)["reason"]: int(n) for (name, labels), n in found.items() if name == "bamboo_losses_total"} == {
-        **dict.fromkeys(("exit", "signal", "heartbeat", "hang", "lease", "suspects"), 0),
+        **dict.fromkeys(("exit", "signal", "heartbeat", "hang", "lease", "suspects", "abort"), 0),
         **lost,
     }
     assert value(found, "bamboo_notices_total", source="aws") == 0

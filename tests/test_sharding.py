@@ -11,11 +11,11 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.engine.context.lanes import Lanes, Stream
-from bamboo_ds.engine.stage import ring, sharded
+from bamboo_ds.engine.stage import sharded, shares
 from bamboo_ds.engine.stage.answers import Answers
 from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
-from bamboo_ds.engine.stage.ring import Shares, all_reduce, shares_of
 from bamboo_ds.engine.stage.sharded import ZeroOptimizer
+from bamboo_ds.engine.stage.shares import Shares, all_reduce, shares_of
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.topology import Layout, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
@@ -139,7 +139,7 @@ def test_members_with_several_roles_add_as_gloo_does(count: int, dtype: torch.dt
 def test_shares_of_one_member_are_divided_before_they_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
     large = [torch.tensor([40000.0, 3e-5], dtype=torch.float16)]
     monkeypatch.setattr(sharded, "dist", SimpleNamespace(get_world_size=lambda group: 2))
-    monkeypatch.setattr(ring, "dist", SimpleNamespace(all_reduce=lambda rows, group: None))
+    monkeypatch.setattr(shares, "dist", SimpleNamespace(all_reduce=lambda rows, group: None))
     optimizer: Any = object.__new__(ZeroOptimizer)
     optimizer._ds = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_group=lambda: None))
     optimizer.wrapper = SimpleNamespace(communication_data_type=torch.float16)

@@ -28,7 +28,7 @@ from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.replicas.construction import Construction
-from bamboo_ds.engine.stage import ring
+from bamboo_ds.engine.stage import shares
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role, takeover
@@ -75,7 +75,7 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
-    for module in (reduction, ring):
+    for module in (reduction, shares):
         monkeypatch.setattr(module, "dist", groups)
     listener: Any = lambda view: RUNS.get().look("on_plan_change")  # noqa: E731
     monkeypatch.setattr(plan_changes, "_listeners", [listener])

@@ -15,7 +15,7 @@ from torch import nn
 
 from bamboo_ds.engine.iteration import reduction as reduction_module
 from bamboo_ds.engine.iteration.reduction import Reduction
-from bamboo_ds.engine.stage import ring, tied
+from bamboo_ds.engine.stage import shares, tied
 from bamboo_ds.engine.stage.groups import RoleGroups
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.runtime import StageRuntime
@@ -71,7 +71,7 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
             tensor.add_(1000.0)
 
     monkeypatch.setattr(reduction_module.dist, "all_reduce", all_reduce)
-    monkeypatch.setattr(ring, "dist", SimpleNamespace(all_reduce=all_reduce))
+    monkeypatch.setattr(shares, "dist", SimpleNamespace(all_reduce=all_reduce))
     binding: Any = SimpleNamespace(owned=lambda: runtimes, current=None)
     ds: Any = SimpleNamespace(gradients=lambda: [p.grad for p in binding.current.trainable()])
     plan = SimpleNamespace(owners=["me", "b", "me", "c", "d", "me"])

@@ -16,11 +16,12 @@ from torch import distributed as dist
 
 from bamboo_ds import PlanView
 from bamboo_ds.comm.c10d import registry
-from bamboo_ds.comm.calls import ring
-from bamboo_ds.comm.calls.collectives import COLLECTIVES, Adapter, alone
+from bamboo_ds.comm.calls import order
+from bamboo_ds.comm.calls.collectives import Adapter, alone
+from bamboo_ds.comm.calls.order import reduced, ring
 from bamboo_ds.comm.calls.participants import surviving
-from bamboo_ds.comm.calls.ring import reduced
 from bamboo_ds.comm.calls.script import ScriptCollectives, ScriptWork
+from bamboo_ds.comm.calls.table import COLLECTIVES
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.worker import plan_changes as plan_change
@@ -294,12 +295,12 @@ def test_a_reduction_after_losses_has_the_bits_of_the_whole_group_s(size: int) -
         rows[operator, dtype] = [torch.cat([own[group[rank]] for group in hosts]) for rank in range(size)]
     expected = by_gloo(rows, lambda key: str(key[0]))
     for key, row in rows.items():
-        found = reduced(row[0], size, getattr(dist.ReduceOp, key[0]), lambda piece, row=row: row)
+        found = reduced(row[0], size, getattr(dist.ReduceOp, key[0]), ring, lambda begin, end, row=row: row)
         assert bits(found) == bits(expected[key]), key
 
 
 def test_a_large_tensor_is_reduced_piece_by_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ring, "_AT_ONCE", 0)
+    monkeypatch.setattr(order, "_AT_ONCE", 0)
     values = {member: some_values(torch.float32, index) for index, member in enumerate(LOSSY.members)}
     given = {member: value.clone() for member, value in values.items()}
     on_each(LOSSY, ALL, lambda run, member, _: run("allreduce", [values[member]], options_of("allreduce", "SUM")))

@@ -15,11 +15,12 @@ from ..errors import NotMet, PeerLost, UnsupportedError
 from . import p2p
 from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
-from .calls.collectives import COLLECTIVES, Collective, alone, start
+from .calls.collectives import alone, start
 from .calls.monitored import not_passed, timed_out
 from .calls.naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .calls.participants import Participants, founding, owning, surviving
 from .calls.script import calling_place
+from .calls.table import COLLECTIVES, Collective
 from .epoch import Epoch
 from .inner import kind_for
 from .work import BambooWork, CompletedWork, Several

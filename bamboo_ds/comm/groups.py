@@ -20,7 +20,7 @@ import torch
 
 from ..devices.accelerators import HOST, numbered
 from . import sockets
-from .aborts import Aborts
+from .aborts import Aborts, Guard, Guarded
 from .c10d import dist
 from .inner import BEHIND, GLOO, connect, create_inner
 from .keyvalue import TorchStore
@@ -116,8 +116,10 @@ class Groups:
                     self._connecting_pairs = range(self._pairs, self._pairs + size)
                     self._pairs += size
                 group = create_inner(kind, store, members.index(self._member), size, timeout, self._device)
-                if kind in BEHIND and device is not None:
-                    self._connect(group, what, members, timeout, device)
+                if kind in BEHIND:
+                    group = Guarded(group, Guard(self._life.check))
+                    if device is not None:
+                        self._connect(group, what, members, timeout, device)
             self._life.check(f"building group {key}")
             self._stores.append(store)
             return group
@@ -135,7 +137,7 @@ class Groups:
 
         def make() -> None:
             try:
-                connect(group, device)
+                connect(group, len(members), device)
             except BaseException as error:  # raised by the thread that waits
                 made.set_exception(error)
             else:
@@ -228,9 +230,14 @@ class Groups:
         """Wait until all communicators of an aborted epoch are, before new ones are made.
 
         Raises:
-            AbortFailed: one is not, and will not be.
+            AbortFailed: one has failed, or blocks.
         """
         self._aborts.wait(_ABORT_TIMEOUT_S)
+
+    @property
+    def aborts_are_through(self) -> bool:
+        """Whether all communicators of an aborted epoch are aborted."""
+        return self._aborts.through
 
     def interrupt(self) -> None:
         """Shut gloo's sockets down until nobody is blocked in the aborted epoch any more. Returns at once."""

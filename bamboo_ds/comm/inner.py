@@ -53,12 +53,16 @@ def runs_behind(device: torch.device) -> bool:
     return kind_for(device) in BEHIND
 
 
-def connect(group: Any, device: torch.device) -> None:
-    """Make the communicator of a new group that runs behind the host. Collective over its members; blocks.
+def connect(group: Any, size: int, device: torch.device) -> None:
+    """Make the communicator of a new group that runs behind the host. Collective over its ``size`` members; blocks.
 
-    Torch makes it in the group's first collective on ``device``, which has a number.
+    Torch makes it in the group's first collective on ``device``, which has a number, and NCCL what connects each two ranks in the first
+    exchange of all with all.
     """
-    group.allreduce([torch.zeros(1, device=device)]).wait()
+    ones = torch.ones(size, device=device)
+    group.allreduce([ones]).wait()
+    if size > 2:
+        group.alltoall_base(torch.empty_like(ones), ones, [], []).wait()
     if device.type != HOST.type:
         accelerator().current_stream(device.index).synchronize()
 

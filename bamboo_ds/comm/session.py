@@ -160,7 +160,8 @@ class Session:
 
         Raises:
             EpochChanged: this epoch is already known to have ended.
-            AbortFailed: a communicator of the previous epoch could not be aborted.
+            AbortFailed: a communicator of the previous epoch is not aborted. Call again when it
+                is (:attr:`aborts_are_through`), or with a newer plan.
             ValueError: ``plan`` is not newer than the current epoch, or does not list this member.
         """
         if self.member not in plan.members:
@@ -182,6 +183,11 @@ class Session:
             epoch.abort(self._attachment.reason)
         epoch.life.check("attaching")
         epoch.enter()
+
+    @property
+    def aborts_are_through(self) -> bool:
+        """Whether communicators of an epoch that has ended hinder nobody from entering the next."""
+        return self._epoch is None or self._epoch.groups.aborts_are_through
 
     def meet(self) -> None:
         """Wait until all members of the epoch have entered it.

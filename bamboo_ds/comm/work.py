@@ -85,10 +85,14 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
 
 
 class Several(CompletedWork):
-    """Several works, with their finishing touches, as one."""
+    """Several works, with their finishing touches, as one.
 
-    def __init__(self, pending: Sequence[Pending]) -> None:
-        super().__init__()
+    Args:
+        written: what they write, where that is known.
+    """
+
+    def __init__(self, pending: Sequence[Pending], written: list[torch.Tensor] | None = None) -> None:
+        super().__init__(written)
         self._pending = list(pending)
         self._works = [work for work, _ in pending]
 
@@ -237,7 +241,10 @@ class BambooWork(dist.Work):  # type: ignore[misc]
     def through(self) -> bool:
         """Whether the device is through with it, or the epoch has ended; false if it has failed."""
         inner = self._inner
-        return inner is None or (bool(inner.is_completed()) and inner.exception() is None)
+        try:
+            return inner is None or (bool(inner.is_completed()) and inner.exception() is None)
+        except EpochChanged:
+            return True
 
     def _gone(self) -> EpochChanged | None:
         """Why the operation cannot complete any more, if so."""
@@ -247,19 +254,25 @@ class BambooWork(dist.Work):  # type: ignore[misc]
 
     def is_completed(self) -> bool:
         """Whether it succeeded or failed; an ended epoch completes everything."""
-        return self._inner is None or self._life.aborted is not None or bool(self._inner.is_completed())
+        try:
+            return self._inner is None or self._life.aborted is not None or bool(self._inner.is_completed())
+        except EpochChanged:
+            return True
 
     def is_success(self) -> bool:
         """Whether it completed without an error."""
         if self._behind:  # NCCL's cannot be asked for it
-            return self._life.aborted is None and self.through
+            return self.through and self._life.aborted is None
         return self._inner is not None and self._life.aborted is None and bool(self._inner.is_success())
 
     def exception(self) -> Exception | None:
         """What :meth:`wait` would raise, if the operation failed."""
         if self._inner is None or self._life.aborted is not None:
             return self._life.ended(self._operation)
-        error = self._inner.exception()
+        try:
+            error = self._inner.exception()
+        except EpochChanged as ended:
+            return ended
         return None if error is None else self._life.translate(error, self._operation)
 
     def result(self) -> list[torch.Tensor]:

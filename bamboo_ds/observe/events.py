@@ -54,11 +54,11 @@ class MemberLost(EventBase):
 
     event: Literal["member_lost"] = "member_lost"
     member_id: str = Field(description="the lost member")
-    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"] = Field(
+    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects", "abort"] = Field(
         description="how it was detected: its worker exited, died by a signal, stopped its heartbeat, made no "
-        "progress; its lease ran out; its peers accused it"
+        "progress; its lease ran out; its peers accused it; it could not abort its communicators"
     )
-    detail: str = Field(description="exit code, name of the signal, or names of the accusers")
+    detail: str = Field(description="exit code, name of the signal, names of the accusers, or why the abort failed")
     detection_seconds: float | None = Field(ge=0, description="from the fault to its notice; null where unknown")
 
 

@@ -14,6 +14,7 @@ _HOW = {
     "hang": "made no progress ({})",
     "lease": "fell silent (its lease {})",
     "suspects": "is out of reach of {}",
+    "abort": "could not go on ({})",
 }
 
 

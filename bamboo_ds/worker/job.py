@@ -8,11 +8,22 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
 from ..config import BLOCK, BambooConfig
-from ..errors import EXIT_EVICTED, ConfigError, EpochChanged, Evicted, FatalLoss, Isolated, Left, UnsupportedError
+from ..errors import (
+    EXIT_EVICTED,
+    AbortFailed,
+    ConfigError,
+    EpochChanged,
+    Evicted,
+    FatalLoss,
+    Isolated,
+    Left,
+    UnsupportedError,
+)
 from ..observe import logs
 from . import HOW_TO_START
 from .exit import ScriptExit
@@ -23,6 +34,9 @@ if TYPE_CHECKING:
     from .channel import WorkerChannel
 
 logger = logging.getLogger("bamboo_ds")
+
+#: Seconds between two looks whether a communicator is aborted, or a plan there.
+_LOOK_S = 0.05
 
 _job: Job | None = None
 
@@ -141,6 +155,7 @@ class Job:
             Evicted: ``plan`` does not list this member.
             Left: nor does it name it as lost: the member had been told to leave, and others have what it had.
             FatalLoss: a role of ``plan`` has no living holder.
+            AbortFailed: this worker cannot abort its communicators, and stops.
         """
         if self.channel.member not in plan.members and self.channel.member not in plan.lost:
             self.exit.left = True
@@ -158,12 +173,55 @@ class Job:
             self._failures.clear()
         epoch = plan.epoch
         logs.set_context(epoch=epoch)
-        self.session.attach(plan)
+        try:
+            self.session.attach(plan)
+        except AbortFailed as error:
+            self._await_turn(plan, error)
+            self.session.attach(plan)
         newest = self.channel.newest_plan
         if newest is not None and newest.epoch > epoch:
             # Its arrival may have found us between two epochs.
             self.session.abort(f"plan of epoch {newest.epoch} arrived", epoch=newest.epoch - 1)
             raise EpochChanged(f"epoch {epoch} ended while it was entered")
+
+    def _await_turn(self, plan: Plan, error: AbortFailed) -> None:
+        """Tell that this worker cannot enter ``plan``'s epoch, and wait until it can, or is to stop.
+
+        The same may have happened to several workers, each of which may wait for the others' end: where they share a
+        host NCCL's abort waits for all processes. So they stop in turn. The leader goes on without one of them at a
+        time, as long as others hold what that one has; the next plan gives the others another chance.
+
+        Raises:
+            EpochChanged: the leader has dropped another one.
+            AbortFailed: it has dropped this one; or nothing has helped for ``bamboo.recovery.plan_timeout_s``.
+        """
+        patience_s = self.settings.recovery.plan_timeout_s
+        logger.warning(
+            "%s. This worker cannot go on as long as that is so, and has asked to be replaced. Where nobody else holds "
+            "what it has, it stops after %g s more",
+            *(error, patience_s),
+        )
+        told, until, why = 0, time.monotonic() + patience_s, None
+        while not self.session.aborts_are_through:
+            newest = self.channel.newest_plan or plan
+            if self.channel.member not in newest.members:
+                why = "others take over its stages"
+            elif time.monotonic() >= until:
+                why = f"nothing has helped for bamboo.recovery.plan_timeout_s = {patience_s:g} s"
+            elif newest.immediate and newest.epoch > plan.epoch:
+                raise EpochChanged(f"epoch {plan.epoch} ended while it was entered") from error
+            if why is not None:
+                raise AbortFailed(
+                    f"{error}, and its device may go on writing to what this worker computes with. The worker stops: "
+                    f"{why}. Look at the device and its driver's log (dmesg, nvidia-smi -q)"
+                ) from error
+            if newest.epoch > told:
+                told = newest.epoch
+                self.channel.suspect(told, {self.channel.member: str(error)})
+            with suppress(TimeoutError):
+                self.channel.wait_plan(told, _LOOK_S)
+        self.channel.suspect(told, {})
+        logger.warning("the communicators are aborted after all: this worker goes on")
 
     @property
     def _start_timeout_s(self) -> float:

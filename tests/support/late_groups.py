@@ -2,18 +2,21 @@
 
 A collective returns at once, and so does the ``wait`` of its work; the result comes later, from a thread that does one
 collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
-abort completes everything that was begun, without an error, and leaves the noise. Members exchange what they contribute
+abort completes everything that was begun, without an error, and leaves the noise. Each group adds in an order of its
+own. Members exchange what they contribute
 by files in a folder, so that nothing but an abort tells a collective of a loss.
 
 A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
-in ``wait``: until the collective has ended, whatever it has ended by.
+in ``wait``: until the collective has ended, whatever it has ended by. Exchanges always do.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 import os
 import queue
+import random
 import threading
 import time
 from collections.abc import Callable
@@ -27,7 +30,7 @@ from torch import distributed as dist
 from bamboo_ds.comm import nccl
 
 Before = Callable[["LateGroup", str, int], None]
-_MODULES = ("inner", "groups", "calls.collectives", "backend")
+_MODULES = ("inner", "groups", "calls.collectives", "calls.order", "backend")
 
 
 class LateWork(dist.Work):  # type: ignore[misc]
@@ -109,13 +112,29 @@ class LateGroup:
             if operator == dist.ReduceOp.MAX:
                 return [column.amax(0) for column in columns]
             assert operator == dist.ReduceOp.SUM, operator
-            return [column.sum(0, dtype=column.dtype) for column in columns]
+            first, *others = random.Random(self._folder.name).sample(range(self._size), self._size)
+            return [functools.reduce(torch.add, [column[rank] for rank in others], column[first]) for column in columns]
 
-        return self._begin("allreduce", tensors, combine)
+        return self._begin("allreduce", tensors, tensors, combine)
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork:
         root: int = options.rootRank
-        return self._begin("broadcast", tensors, lambda parts: parts[root], writes=self._rank != root)
+        return self._begin("broadcast", tensors, tensors if self._rank != root else [], lambda parts: parts[root])
+
+    def alltoall_base(
+        self, output: torch.Tensor, given: torch.Tensor, outputs: list[int], inputs: list[int], options: Any = None
+    ) -> LateWork:
+        parts = list(given.split(inputs or [given.numel() // self._size] * self._size))
+
+        def mine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [torch.cat([row[self._rank] for row in parts])]
+
+        return self._begin("alltoall", parts, [output], mine, in_order=True)
+
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> LateWork:
+        return self._begin(
+            "allgather", [given], [output], lambda parts: [torch.cat([row[0] for row in parts])], in_order=True
+        )
 
     def abort(self) -> None:
         self.aborted.set()
@@ -125,13 +144,14 @@ class LateGroup:
     def _begin(
         self,
         operation: str,
-        tensors: list[torch.Tensor],
+        given: list[torch.Tensor],
+        written: list[torch.Tensor],
         combine: Callable[[list[list[torch.Tensor]]], Any],
-        writes: bool = True,
+        in_order: bool = False,
     ) -> LateWork:
-        number, mine = self._number, [tensor.detach().clone() for tensor in tensors]
+        number, mine = self._number, [tensor.detach().clone() for tensor in given]
         self._number += 1
-        work = LateWork(tensors if writes else [], self._in_order)
+        work = LateWork(written, self._in_order or in_order)
         self._begun.append(work)
 
         def run() -> None:

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from greenlet import greenlet
 
+from bamboo_ds.comm.calls.order import ring
 from bamboo_ds.comm.transport import Lane, Payload
-from bamboo_ds.engine.stage.ring import chunks
 from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from bamboo_ds.topology import Plan
 
@@ -290,7 +290,7 @@ class Network:
         """The sum of ``tensor`` over ``members``, as a ring of them gives it."""
         found: list[Any] = self.all_gather(mine, name, members, tensor)
         total = torch.empty_like(tensor)
-        for begin, end, (first, *others) in chunks(len(found), tensor.numel(), tensor.element_size()):
+        for begin, end, (first, *others) in ring(len(found), tensor.numel(), tensor.element_size()):
             part = found[first][begin:end]
             for other in others:
                 part = found[other][begin:end] + part

@@ -1,174 +1,28 @@
-"""The collectives of torch's backends as one table, and how each runs on the members that take part in it.
+"""How a collective runs on the members that take part in it.
 
 Where every rank of a group has a process of its own, torch's inner group of these processes runs a collective as it is
-called. Where a member stands for several ranks, or for one that is lost, an :class:`Adapter` runs it. A member that is
-alone computes it by itself (:func:`alone`).
+called, but for reductions whose order is not that of the group (:mod:`.ordered`). Where a member stands for several
+ranks, or for one that is lost, an :class:`Adapter` runs it. A member that is alone computes it by itself
+(:func:`alone`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
 from datetime import timedelta
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
 from ...errors import UnsupportedError
 from ..c10d import dist, registry
 from ..epoch import Epoch
-from ..inner import GLOO, Pending, kind_for
+from ..inner import BEHIND, GLOO, Pending, kind_for
 from ..work import CompletedWork, Several
+from .order import Order, combination, combined, matters, order_of, reduced, ring
+from .ordered import Ordered
 from .participants import Participants
-from .ring import combination, reduced
-
-Tensors = Sequence[torch.Tensor]
-#: An output for each rank, and what this rank gives; or an output, and what this rank gives to each.
-Gathered = Iterable[tuple[Tensors, torch.Tensor]]
-Scattered = Iterable[tuple[torch.Tensor, Tensors]]
-Shape = Literal[
-    "allreduce", "allreduce_coalesced", "reduce", "broadcast", "allgather", "gather", "reduce_scatter", "scatter",
-    "alltoall", "barrier",
-]  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Collective:
-    """A collective of torch's ``Backend``, called with tensors (and sizes), then options.
-
-    Attributes:
-        name: by which torch calls it.
-        shape: what it does with its tensors; several collectives do one thing with different forms of them.
-        options: torch's type of them.
-        forms: brings its tensors into the form that its shape has, for a number of ranks: of reductions and broadcasts
-            the tensors, else see :data:`Gathered` and :data:`Scattered`, of ``alltoall`` outputs and inputs by rank.
-        also: names that newer versions of torch call it by.
-        single: does it for one pair of tensors where torch's bindings lack it.
-    """
-
-    name: str
-    shape: Shape
-    options: str
-    forms: Callable[..., Any]
-    also: tuple[str, ...] = ()
-    single: str | None = None
-
-    @property
-    def in_place(self) -> bool:
-        """Whether it writes over what it is given."""
-        return self.shape in ("allreduce", "allreduce_coalesced", "reduce", "broadcast")
-
-    @property
-    def reduces(self) -> bool:
-        """Whether it sums up shares of ranks."""
-        return self.shape in ("allreduce", "allreduce_coalesced", "reduce", "reduce_scatter")
-
-    @property
-    def copies(self) -> bool:
-        """Whether it gives each rank's share."""
-        return self.shape in ("allgather", "gather", "alltoall")
-
-    def device(self, arguments: Sequence[Any]) -> torch.device | None:
-        """Where its tensors are."""
-        if self.shape == "barrier":
-            return getattr(arguments[-1], "device", None)
-        some = arguments[1 if self.shape in ("allgather", "gather") else 0]
-        return (some if isinstance(some, torch.Tensor) else some[0]).device
-
-    def written(self, arguments: Sequence[Any]) -> list[torch.Tensor]:
-        """The tensors that it writes."""
-        outputs = [] if self.shape == "barrier" else arguments[0]
-        rows = [outputs] if isinstance(outputs, torch.Tensor) else outputs
-        return [tensor for row in rows for tensor in ([row] if isinstance(row, torch.Tensor) else row)]
-
-
-# -- forms of tensors -----------------------------------------------------------------------------------
-
-
-def _plain(size: int, tensors: Tensors) -> Tensors:
-    return tensors
-
-
-def _pairs(size: int, outputs: Sequence[Any], inputs: Sequence[Any]) -> list[tuple[Any, Any]]:
-    return list(zip(outputs, inputs, strict=True))
-
-
-def _by_rank(size: int, outputs: Sequence[Tensors], inputs: Tensors) -> Gathered:
-    return list(zip(zip(*outputs, strict=True), inputs, strict=True))
-
-
-def _optional_outputs(size: int, outputs: Sequence[Tensors], inputs: Tensors) -> Gathered:
-    return [(outputs[0] if outputs else (), inputs[0])]
-
-
-def _optional_inputs(size: int, outputs: Tensors, inputs: Sequence[Tensors]) -> Scattered:
-    return [(outputs[0], inputs[0] if inputs else ())]
-
-
-def _cut_output(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Gathered:
-    return [(output.view(size, -1).unbind(), tensor.reshape(-1))]
-
-
-def _cut_input(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Scattered:
-    return [(output, tensor.reshape(size, -1).unbind())]
-
-
-def _several(form: Callable[..., Any]) -> Callable[..., Any]:
-    def forms(size: int, outputs: Tensors, inputs: Tensors) -> list[Any]:
-        return [each for pair in zip(outputs, inputs, strict=True) for each in form(size, *pair)]
-
-    return forms
-
-
-def _two_rows(size: int, outputs: Tensors, inputs: Tensors) -> tuple[Tensors, Tensors]:
-    return outputs, inputs
-
-
-def _cut_both(
-    size: int, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
-) -> tuple[Tensors, Tensors]:
-    received = output.split(list(output_splits) or [output.size(0) // size] * size)
-    return received, tensor.split(list(input_splits) or [tensor.size(0) // size] * size)
-
-
-def _nothing(size: int) -> None:
-    return None
-
-
-COLLECTIVES = {
-    each.name: each
-    for each in (
-        Collective("broadcast", "broadcast", "BroadcastOptions", _plain),
-        Collective("allreduce", "allreduce", "AllreduceOptions", _plain),
-        Collective("allreduce_coalesced", "allreduce_coalesced", "AllreduceCoalescedOptions", _plain),
-        Collective("reduce", "reduce", "ReduceOptions", _plain),
-        Collective("allgather", "allgather", "AllgatherOptions", _pairs),
-        Collective("allgather_coalesced", "allgather", "AllgatherOptions", _by_rank),
-        Collective("_allgather_base", "allgather", "AllgatherOptions", _cut_output, ("all_gather_single",)),
-        Collective(
-            *("allgather_into_tensor_coalesced", "allgather", "AllgatherOptions", _several(_cut_output)),
-            also=("all_gather_single_coalesced",),
-            single="_allgather_base",
-        ),
-        Collective("gather", "gather", "GatherOptions", _optional_outputs),
-        Collective("scatter", "scatter", "ScatterOptions", _optional_inputs),
-        Collective("reduce_scatter", "reduce_scatter", "ReduceScatterOptions", _pairs),
-        Collective(
-            "_reduce_scatter_base", "reduce_scatter", "ReduceScatterOptions", _cut_input, ("reduce_scatter_single",)
-        ),
-        Collective(
-            *("reduce_scatter_tensor_coalesced", "reduce_scatter", "ReduceScatterOptions", _several(_cut_input)),
-            also=("reduce_scatter_single_coalesced",),
-            single="_reduce_scatter_base",
-        ),
-        Collective("alltoall", "alltoall", "AllToAllOptions", _two_rows),
-        Collective("alltoall_base", "alltoall", "AllToAllOptions", _cut_both, ("all_to_all_single",)),
-        Collective("barrier", "barrier", "BarrierOptions", _nothing),
-    )
-}
-
-
-# -- running them ---------------------------------------------------------------------------------------
+from .table import Collective, Gathered, Scattered, Tensors
 
 
 def start(
@@ -202,11 +56,22 @@ def start(
     def pending(work: Any, finish: Callable[[], None] | None = None) -> Any:
         return epoch.groups.work(work, collective.name, among.members, finish, kind, timeout, device)
 
+    def follow(work: Any) -> None:
+        handle = pending(work)
+        handle.deferred = True
+        handle.wait()
+
     with epoch.life.calling(collective.name):
-        if among.complete:
-            return pending(_issue(inner, collective, arguments))
-        adapter = Adapter(inner, among, epoch.member, rank, lambda work: pending(work).wait())
-        return pending(*adapter.start(collective, arguments))
+        if not among.complete:
+            adapter = Adapter(inner, among, epoch.member, rank, lambda work: pending(work).wait(), order_of(kind))
+            return pending(*adapter.start(collective, arguments))
+        if collective.reduces and kind in BEHIND:
+            *tensors, options = arguments
+            if any(matters(options.reduceOp, each.dtype, len(among.members)) for each in collective.written(arguments)):
+                ordered = Ordered(inner, len(among.members), among.members.index(epoch.member), follow)
+                forms = collective.forms(len(among.members), *tensors)
+                return pending(*ordered.start(collective.shape, forms, options))
+        return pending(_issue(inner, collective, arguments))
 
 
 def _issue(inner: Any, collective: Collective, arguments: tuple[Any, ...]) -> Any:
@@ -241,8 +106,8 @@ def alone(
         for output in shares[0]:
             _copy(output, shares[1][rank])
     if each and collective.reduces and getattr(options, "rootRank", rank) == rank:
-        for tensor in written:
-            _copy(tensor, reduced(tensor.detach().reshape(-1), size, options.reduceOp, lambda share: [share] * size))
+        for tensor in written:  # equal shares, in whatever order
+            _copy(tensor, combined([tensor.detach()] * size, range(size), options.reduceOp))
     return CompletedWork(written)
 
 
@@ -258,6 +123,7 @@ class Adapter:
         member: this one.
         rank: the rank of the group for which results are meant.
         settle: waits for a work of ``inner``.
+        order: that of its reductions.
     """
 
     def __init__(
@@ -267,8 +133,9 @@ class Adapter:
         member: str,
         rank: int,
         settle: Callable[[Any], Any] = lambda work: work.wait(),
+        order: Order = ring,
     ) -> None:
-        self._inner, self._among, self._rank, self._settle = inner, among, rank, settle
+        self._inner, self._among, self._rank, self._settle, self._order = inner, among, rank, settle, order
         self._hosts = [among.members.index(host) for host in among.hosts]
         self._me = among.members.index(member)
 
@@ -279,17 +146,14 @@ class Adapter:
         return run(collective.forms(len(self._hosts), *tensors), options)
 
     # -- reductions --------------------------------------------------------------------------------------
-    def _allreduce(self, tensors: Tensors, options: Any) -> Pending:
+    def _allreduce(self, tensors: Tensors, options: Any, name: str = "allreduce") -> Pending:
         if self._among.by_role:
             divide = self._averaging(options, tensors)
-            return self._inner.allreduce(tensors, options), divide
+            return getattr(self._inner, name)(tensors, options), divide
         return self._by_rank(tensors, options)
 
     def _allreduce_coalesced(self, tensors: Tensors, options: Any) -> Pending:
-        if self._among.by_role:
-            divide = self._averaging(options, tensors)
-            return self._inner.allreduce_coalesced(tensors, options), divide
-        return self._by_rank(tensors, options)
+        return self._allreduce(tensors, options, "allreduce_coalesced")
 
     def _reduce(self, tensors: Tensors, options: Any) -> Pending:
         if self._among.by_role:
@@ -333,7 +197,7 @@ class Adapter:
         return divide
 
     def _by_rank(self, tensors: Tensors, options: Any, wanted: bool = True) -> Pending:
-        """Every rank contributes what its host has passed, in the order of a ring of all ranks.
+        """Every rank contributes what its host has passed, in the order that all ranks' own processes would have.
 
         All of it is done by whoever waits, piece by piece, so that large tensors need no room for all shares of them.
 
@@ -352,7 +216,8 @@ class Adapter:
 
         def reduce() -> None:
             flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
-            total = reduced(flat, len(self._hosts), options.reduceOp, self._shares)
+            gather = lambda begin, end: self._shares(flat[begin:end])  # noqa: E731
+            total = reduced(flat, len(self._hosts), options.reduceOp, self._order, gather)
             if wanted:
                 for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
                     _copy(tensor.detach(), found)

@@ -33,8 +33,9 @@ from ...topology import Plan
 from ..c10d import dist
 from ..epoch import Epoch
 from ..work import NO_TIMEOUT, future_of
-from .collectives import Collective, start
+from .collectives import start
 from .participants import Participants, surviving
+from .table import Collective
 
 #: Where the main thread is: in the engine, in the script, or in a script whose calls are replayed.
 ThreadContext = Literal["engine", "script", "replay"]

@@ -16,13 +16,13 @@ class Loss:
 
     Attributes:
         reason: how it was noticed.
-        detail: exit code, name of the signal, or names of the accusers.
+        detail: exit code, name of the signal, or names of the accusers, or what it could not abort.
         detection_s: seconds from the fault to its notice; ``None`` where unknown.
         noticed: monotonic seconds of the notice.
     """
 
     member: str
-    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects"]
+    reason: Literal["exit", "signal", "heartbeat", "hang", "lease", "suspects", "abort"]
     detail: str
     detection_s: float | None
     noticed: float

@@ -5,7 +5,7 @@ No I/O: :mod:`.leader` supplies a :class:`~.view.View` and carries the action ou
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ...config import BLOCK, BambooConfig
@@ -103,7 +103,7 @@ class Decider:
         if isinstance(action, Wait) and absent:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
-        if isinstance(action, Wait) and action.until is None and plan.layout is not None and not self._is_calm(view):
+        if action == Wait() and plan.layout is not None and not self._is_calm(view):
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
                     return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
@@ -205,6 +205,9 @@ class Decider:
         accusers: dict[str, list[str]] = {}
         living = set(plan.members) & set(view.members)
         current = [suspicion for suspicion in view.suspicions.values() if suspicion.epoch == plan.epoch]
+        stuck = {each.by: each.accused[each.by] for each in current if each.by in each.accused and each.by in living}
+        if stuck and (let_go := self._let_go(view, plan, stuck, now)) is not None:
+            return let_go
         for accuser, accused in ((each.by, accused) for each in current for accused in each.accused):
             departure = view.left.get(accused)
             if departure is not None and departure.abrupt:
@@ -230,7 +233,10 @@ class Decider:
                 return self._take_over(view, plan, [Loss(accused, "suspects", ", ".join(by), None, noticed)])
             else:
                 return self._reconnect(view, plan, accused, by[0], noticed)
-        return Ask(tuple(unasked)) if unasked else Wait(min(wake, default=None))
+        if unasked:
+            return Ask(tuple(unasked))
+        held = f"{', '.join(sorted(stuck))} cannot go on, and nobody else holds their stages" if stuck else None
+        return Wait(min(wake, default=None), held)
 
     def _reconnect(self, view: View, plan: Plan, accused: str, by: str, noticed: float) -> Action:
         """One member cannot reach another one that is alive: they connect anew. If that does not help, one has to go.
@@ -246,16 +252,40 @@ class Decider:
             self._reconnected[pair] = times + 1, plan.epoch + 1
             new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
             return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
-        holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
+        loser, winner = sorted(pair, key=self._cost_in(view, plan))
+        return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
 
+    def _let_go(self, view: View, plan: Plan, stuck: Mapping[str, str], now: float) -> Action | None:
+        """Go on without one of the members that cannot enter the plan's epoch, ``stuck`` by the reasons that they tell.
+
+        Only one at a time, since its end may free the others; first one whose stages members hold that are not stuck.
+        And none whose stages nobody else holds: it may come after all, and gives up by itself if it does not.
+        """
+        noticed = {member: self._first_seen("stuck", plan.epoch, member, now) for member in stuck}
+        settled = min(noticed.values()) + self._settle_s
+        if now < settled:
+            return Wait(settled)
+        cost = self._cost_in(view, plan)
+        holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else {}
+        at_risk = [held for held in holders.values() if set(held) <= set(stuck)]
+        member = min(stuck, key=lambda m: (cost(m)[0], sum(m in held for held in at_risk), cost(m)))
+        if cost(member)[0]:
+            return None
+        return self._take_over(view, plan, [Loss(member, "abort", stuck[member], None, noticed[member])])
+
+    def _cost_in(self, view: View, plan: Plan) -> Callable[[str], tuple[int, int, int]]:
+        """What the loss of a member of ``plan`` costs, to compare: roles that nobody else holds; roles; else its slot.
+
+        Before the engines are built nobody holds anything for others.
+        """
+        holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
         members = view.candidates(plan).values()
 
         def cost(member: str) -> tuple[int, int, int]:
             fatal = len(takeover(plan, {member}, holders, members).unheld)
             return fatal, plan.owners.count(member), -view.members[member].slot
 
-        loser, winner = sorted(pair, key=cost)
-        return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
+        return cost
 
     def _first_seen(self, what: str, epoch: int, member: str, now: float) -> float:
         for key in [key for key in self._since if key[1] < epoch]:

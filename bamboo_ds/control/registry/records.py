@@ -292,7 +292,7 @@ class WorkerState(WorkerRecord):
 
 
 class SuspicionRecord(WorkerRecord):
-    """``suspects/<by>``: operations of ``epoch`` towards members failed.
+    """``suspects/<by>``: operations of ``epoch`` towards members failed. A member that accuses itself cannot enter it.
 
     Attributes:
         accused: these members, with the reasons.

@@ -11,8 +11,8 @@ from deepspeed import comm as dist
 
 from ..context.shared import InContext
 from ..replicas.refusals import check_gradients
-from ..stage.ring import all_reduce, shares_of
 from ..stage.runtime import StageRuntime
+from ..stage.shares import all_reduce, shares_of
 from ..stage.tied import tied_weights
 
 

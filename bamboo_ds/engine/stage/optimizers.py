@@ -29,7 +29,7 @@ from ...topology import Role
 from .answers import Recorder
 from .clones import kept_by, load_optimizer, put_kept
 from .commit import Measured
-from .ring import Shares, all_reduce
+from .shares import Shares, all_reduce
 
 if TYPE_CHECKING:
     from .deepspeed_adapter import DeepSpeedAdapter
@@ -169,12 +169,12 @@ class StageOptimizer(ABC):
             return total
         for places in buckets(total):
             flats = [torch.cat([own[i].reshape(-1) for i in places]) for own in sums]
-            reduced = self._average_in_ring(flats, shares).split([total[i].numel() for i in places])
+            reduced = self._average_of_shares(flats, shares).split([total[i].numel() for i in places])
             for i, part in zip(places, reduced, strict=True):
                 total[i].copy_(part.view_as(total[i]))
         return total
 
-    def _average_in_ring(self, flats: Sequence[torch.Tensor], shares: Shares) -> torch.Tensor:
+    def _average_of_shares(self, flats: Sequence[torch.Tensor], shares: Shares) -> torch.Tensor:
         """As DeepSpeed's engine rounds and scales before and after the reduction."""
         before, after = self._ds.scales(shares.count)
         flats = [flat.to(self._ds.communication_data_type) for flat in flats]

@@ -16,7 +16,7 @@ from ...state import Tree
 from .answers import Recorder
 from .commit import Measured
 from .optimizers import HalfOptimizer, StageOptimizer, Tensors, laid_out
-from .ring import Shares, all_reduce
+from .shares import Shares, all_reduce
 
 
 class ShardedOptimizer(StageOptimizer):

@@ -1,8 +1,8 @@
-"""Sums over ranks some of which are one member's: to the last bit as gloo's ring gives them.
+"""Sums over ranks some of which are one member's: to the last bit those of a member for each rank.
 
-Where each rank is another member the backend sums, in an order that depends on an element's place. A member with
-several of them cannot add theirs before: of more than two ranks, or where sums are rounded for the reduction, that is
-another sum. So all contributions travel, and every member adds them in the order of the ring.
+Where each rank is another member the backend sums, in an order of its own (:mod:`bamboo_ds.comm.calls.order`). A member
+with several of them cannot add theirs before: of more than two ranks, or where sums are rounded for the reduction, that
+is another sum. So all contributions travel, and every member adds them in that order.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import distributed as dist
+from torch.distributed import ReduceOp
 
-from ...comm.calls.ring import chunks
+from ...comm.calls.order import order_for, reduced
 
 
 @dataclass(frozen=True)
@@ -41,16 +42,13 @@ def all_reduce(flats: Sequence[torch.Tensor], shares: Shares, group: Any) -> tor
     Args:
         flats: this member's contributions, in the order of ``shares.own``; of one dimension and of one type.
     """
-    total = torch.empty_like(flats[0])
-    for begin, end, order in chunks(shares.count, total.numel(), total.element_size()):
-        rows = total.new_zeros((shares.count, end - begin))
+
+    def gather(begin: int, end: int) -> Sequence[torch.Tensor]:
+        rows = flats[0].new_zeros((shares.count, end - begin))
         for number, flat in zip(shares.own, flats, strict=True):
             rows[number] = flat[begin:end]
         # Each row is of one member: as whole numbers what it has stays what it is, down to the sign of a zero.
         dist.all_reduce(rows.view(-1).view(torch.uint8), group=group)
-        first, *others = order
-        found = rows[first]
-        for number in others:
-            found = rows[number] + found
-        total[begin:end] = found
-    return total
+        return rows.unbind()
+
+    return reduced(flats[0], shares.count, ReduceOp.SUM, order_for(flats[0].device), gather)
