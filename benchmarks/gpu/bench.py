@@ -110,10 +110,14 @@ class Experiment:
         file = self.out / f"gpu-{self.name}.json"
         save_json(file, {**head, "problems": self.problems, **content}, tell=tell)
 
-    def end(self, table: Table, **content: Any) -> None:
-        """Show ``table``, write the JSON, and fail if there were problems."""
+    def show(self, table: Table) -> None:
+        """Print ``table`` with the device's name."""
         table.title = f"{self.device}: {table.title}"
         console.print(table)
+
+    def end(self, table: Table, **content: Any) -> None:
+        """Show ``table``, write the JSON, and fail if there were problems."""
+        self.show(table)
         self.save(tell=True, **content)
         if self.problems:
             raise JobFailed(f"{self.device}: not all is as it should be: {'; '.join(self.problems)}")
