@@ -16,6 +16,7 @@ from typing import Any
 import click
 import torch
 from deepspeed.accelerator import get_accelerator
+from rich.markup import escape
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -56,6 +57,7 @@ class Experiment:
     minutes: float
     problems: list[str] = field(default_factory=list)
     _begin: float = field(default_factory=time.monotonic)
+    _content: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
     def begin(cls, name: str, allow_cpu: bool, out: Path, minutes: float) -> Experiment:
@@ -105,10 +107,11 @@ class Experiment:
         self.say(problem)
 
     def save(self, tell: bool = False, **content: Any) -> None:
-        """Write the JSON; again after every result, so that a machine that ends early leaves what there is."""
+        """Write the JSON, with all ``content`` so far; after every result, so that an early end leaves those."""
+        self._content |= content
         head = {"title": f"{self.device}: {self.name}", "device": self.device, "emulated": not self.gpu}
         file = self.out / f"gpu-{self.name}.json"
-        save_json(file, {**head, "problems": self.problems, **content}, tell=tell)
+        save_json(file, {**head, "problems": self.problems, **self._content}, tell=tell)
 
     def show(self, table: Table) -> None:
         """Print ``table`` with the device's name."""
@@ -116,27 +119,36 @@ class Experiment:
         console.print(table)
 
     def end(self, table: Table, **content: Any) -> None:
-        """Show ``table``, write the JSON, and fail if there were problems."""
+        """Show ``table``, and write the JSON."""
         self.show(table)
         self.save(tell=True, **content)
-        if self.problems:
-            raise JobFailed(f"{self.device}: not all is as it should be: {'; '.join(self.problems)}")
 
 
 def table(title: str, *columns: str) -> Table:
     """An empty table; columns after the first are numbers, unless their names begin with a blank."""
     result = Table(title=title)
     for number, column in enumerate(columns):
-        result.add_column(column.strip(), justify="left" if number == 0 or column.startswith(" ") else "right")
+        result.add_column(escape(column.strip()), justify="left" if number == 0 or column.startswith(" ") else "right")
     return result
 
 
 def experiment(name: str, minutes: float = 9.0) -> Callable[[Callable[..., None]], click.Command]:
-    """Make a function of an :class:`Experiment`, and of further options, a command; ``minutes``: its usual limit."""
+    """Make a function of an :class:`Experiment`, and of further options, a command; ``minutes``: its usual limit.
+
+    The command fails if there were problems, after its results are written.
+    """
 
     def wrap(function: Callable[..., None]) -> click.Command:
         def main(allow_cpu: bool, out: Path, minutes: float, **options: Any) -> None:
-            function(Experiment.begin(name, allow_cpu, out, minutes), **options)
+            run = Experiment.begin(name, allow_cpu, out, minutes)
+            try:
+                function(run, **options)
+            except JobFailed as error:
+                run.blame(error.message)
+                run.save(tell=True)
+            if run.problems:
+                problems = "; ".join(problem.splitlines()[0] for problem in run.problems)
+                raise JobFailed(f"{run.device}: not all is as it should be: {problems}")
 
         main.__doc__ = function.__doc__
         options = [

@@ -9,8 +9,8 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import product
 
@@ -18,12 +18,10 @@ import click
 import torch
 from bench import Experiment, experiment, table
 from deepspeed.accelerator import get_accelerator
+from rich.markup import escape
 from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
-
-#: cuBLAS reads it when it is first used; deterministic algorithms want it.
-os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 #: Inputs, and what is computed of them; those that are floating are differentiated.
@@ -164,6 +162,19 @@ def same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8))
 
 
+@contextmanager
+def algorithms(deterministic: bool) -> Iterator[None]:
+    """In the body torch takes deterministic ones only; else, as by ``cudnn.benchmark``, the fastest."""
+    before = torch.are_deterministic_algorithms_enabled(), torch.backends.cudnn.benchmark
+    torch.use_deterministic_algorithms(deterministic)
+    torch.backends.cudnn.benchmark = not deterministic
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        torch.backends.cudnn.benchmark = before[1]
+
+
 def measure(make: Callable[[], Case], row: Figures, load: Load, repetitions: int, seconds: float) -> None:
     """Fill ``row``, in about so many ``seconds`` at most."""
     state, end = get_accelerator().get_rng_state(), time.monotonic() + seconds
@@ -191,6 +202,7 @@ def measure(make: Callable[[], Case], row: Figures, load: Load, repetitions: int
 @click.option("--seed", type=int, default=1, show_default=True, help="Of the other work.")
 def main(run: Experiment, repetitions: int, wanted: str | None, seed: int) -> None:
     """Do passes again and compare bits, with deterministic algorithms and without."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # deterministic algorithms want it
     rows: list[Figures] = []
     view = table(
         "passes done again",
@@ -208,15 +220,14 @@ def main(run: Experiment, repetitions: int, wanted: str | None, seed: int) -> No
     names = [name for name in Kernels(run.kind, torch.float32, sizes).all() if not wanted or wanted in name]
     todo = list(product(names, DTYPES, (False, True)))
     for number, (name, dtype, deterministic) in enumerate(todo):
-        torch.use_deterministic_algorithms(deterministic)
-        torch.backends.cudnn.benchmark = not deterministic
         row = Figures(name, dtype, deterministic)
         seconds = run.left_s() / (len(todo) - number)
-        measure(Kernels(run.kind, DTYPES[dtype], sizes).all()[name], row, load, repetitions, seconds)
+        with algorithms(deterministic):
+            measure(Kernels(run.kind, DTYPES[dtype], sizes).all()[name], row, load, repetitions, seconds)
         rows.append(row)
         marks = ("red" if row.forward or row.backward else "green", str(row.forward), str(row.backward))
         cells = [row.kernel, row.dtype, "yes" if deterministic else "no", str(row.repetitions)]
-        view.add_row(*cells, *(f"[{marks[0]}]{m}[/]" for m in marks[1:]), f"{row.largest:.2g}", row.refused)
+        view.add_row(*cells, *(f"[{marks[0]}]{m}[/]" for m in marks[1:]), f"{row.largest:.2g}", escape(row.refused))
         run.save(rows=[asdict(each) for each in rows])
     if not any(row.repetitions for row in rows):
         run.blame("no pass was done again")

@@ -18,6 +18,7 @@ from common import TRAININGS, Job, JobFailed
 from deepspeed.accelerator import get_accelerator
 from jobs import WARM_UP, Case, Jobs, Model, peaks
 from overhead import MODES
+from rich.markup import escape
 from torch import Tensor
 
 WANTED = ("none", "lazy", "eager-frc", "eager-frc-eager-brc")
@@ -175,7 +176,7 @@ def main(run: Experiment, stages: int, micro_batches: int, training: str, parked
         rows.append(row)
         device = "" if row.device_bytes is None else f"{row.device_bytes / MIB:.1f}"
         differ = f"[{'red' if row.differ else 'green'}]{row.differ}[/]"
-        parked.add_row(name, where, f"{size:g}", str(row.values), differ, device, row.problem)
+        parked.add_row(name, where, f"{size:g}", str(row.values), differ, device, escape(row.problem))
         run.save(parked=[asdict(each) for each in rows])
     found: dict[str, list[int]] = {}
     view = table(f"M={micro_batches}, {training}: peaks", "mode", "MiB, by rank", "largest against stock")

@@ -14,6 +14,7 @@ from bench import MIB, Experiment, experiment, table
 from common import TRAININGS, Job, JobFailed
 from jobs import BACKENDS, WARM_UP, Case, Jobs, Model, peaks, seconds
 from overhead import MODES
+from rich.markup import escape
 
 BLOCKS_PER_STAGE = 2
 MODELS = {
@@ -73,7 +74,7 @@ def cells(row: Figures) -> list[str]:
     """A line of the table."""
     names = [row.model, str(row.workers), row.mode]
     if row.problem:
-        return [*names, f"[red]{row.problem.splitlines()[0]}[/red]"]
+        return [*names, f"[red]{escape(row.problem.splitlines()[0])}[/red]"]
     ratio, share = ("" if each is None else f"{each:.2f}" for each in (row.ratio, row.frc))
     return [*names, f"{row.seconds:.3f}", ratio, " ".join(f"{p / MIB:.0f}" for p in row.peaks), share]
 

@@ -22,6 +22,7 @@ from bench import MIB, Experiment, experiment, table
 from common import PATIENCE_S, TRAININGS, WORKERS, Job, JobFailed, Watcher, environment
 from jobs import Case, Jobs, Model, differences, peaks, seconds
 from recovery import members
+from rich.markup import escape
 from rich.table import Table
 
 STEPS, MICRO_BATCHES = 12, 8
@@ -109,11 +110,11 @@ class Smoke:
 
     def alone(self) -> dict[str, Any]:
         """One rank on NCCL."""
+        limit = self._run.timeout_s("one rank alone")
         file = self._run.folder("alone") / "result.json"
         command = [sys.executable, str(WORKERS / "nccl_alone.py"), str(file)]
         env = {**environment(), **self._jobs.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
         env |= {"LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        limit = self._run.timeout_s("one rank alone")
         try:
             done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit)
         except subprocess.TimeoutExpired:
@@ -133,7 +134,7 @@ def view(rows: list[Figures], title: str) -> Table:
     result = table(title, *names, " = stock", " SIGKILL", " = undisturbed")
     for row in rows:
         if row.problem:
-            result.add_row(row.case, str(row.workers), f"[red]failed[/red]: {row.problem.splitlines()[0]}")
+            result.add_row(row.case, str(row.workers), f"[red]failed[/red]: {escape(row.problem.splitlines()[0])}")
             continue
         sizes = (f"{size / MIB:.0f}" for size in (row.stock_bytes, row.block_bytes))
         times = (f"{row.stock_s:.3f}", f"{row.block_s:.3f}", f"{row.block_s / row.stock_s:.2f}")
