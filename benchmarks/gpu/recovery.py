@@ -20,6 +20,7 @@ from bench import Experiment, experiment, table
 from common import PATIENCE_S, TRAININGS, WORKERS, Job, JobFailed, Watcher, ending, join, summary
 from jobs import BACKENDS, SCRIPT, Case, Jobs, Model, checkpoint_differences
 from redone import Forecast, Loss, healed, strike
+from rich.markup import escape
 
 from bamboo_ds.config import RedundancyMode
 
@@ -168,7 +169,7 @@ def main(
     figures |= {"backward passes kept": [loss.kept for loss in losses], "redone": [loss.backwards for loss in losses]}
     content["summary"] = {name: summary(values) for name, values in figures.items()}
     for name, values in content["summary"].items():
-        view.add_row(name, *(f"{values[key]:.2f}" for key in ("p50", "p95", "max")))
+        view.add_row(escape(name), *(f"{values[key]:.2f}" for key in ("p50", "p95", "max")))
     if sync_every:
         content["most_redone"] = sync_every + stages
         if max(loss.backwards for loss in losses) > content["most_redone"]:

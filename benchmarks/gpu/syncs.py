@@ -10,7 +10,6 @@ import json
 from collections import Counter
 from dataclasses import asdict, dataclass, field
 from itertools import chain
-from statistics import mean
 
 import click
 from bench import Experiment, experiment, table
@@ -31,8 +30,8 @@ class Figures:
     """One size.
 
     Attributes:
-        waits: calls per iteration in which the main thread waited for the device, by name; of the busiest rank.
-        copies: of the device per iteration, by direction; of the same rank.
+        waits, elsewhere, items, copies: of the rank that waits most, per iteration; see ``profiled`` of
+            ``workers/transformer.py``.
         queued: redundant passes between two passes of the member's own: how often so many, per iteration of all ranks.
         most: of them, where there are any.
         problem: why there are no figures.
@@ -41,6 +40,8 @@ class Figures:
     megabytes: float
     seconds: float = 0.0
     waits: dict[str, float] = field(default_factory=dict)
+    elsewhere: dict[str, float] = field(default_factory=dict)
+    items: dict[str, float] = field(default_factory=dict)
     copies: dict[str, float] = field(default_factory=dict)
     queued: dict[int, float] = field(default_factory=dict)
     most: int = 0
@@ -66,8 +67,8 @@ def measure(jobs: Jobs, case: Case, row: Figures, mode: str, iterations: int) ->
     ranks = [json.loads(file.read_text()) for file in sorted(profiled.folder.glob("syncs-*.json"))]
     if len(ranks) != case.workers:
         raise JobFailed(f"{profiled.folder}: {len(ranks)} of {case.workers} workers have left a profile")
-    busiest = max(ranks, key=lambda rank: sum(rank["waits"].values()))
-    row.waits, row.copies = busiest["waits"], busiest["copies"]
+    busiest = max(ranks, key=lambda rank: sum(rank["waits"].values()) or sum(rank["items"].values()))
+    row.waits, row.elsewhere, row.items, row.copies = (busiest[w] for w in ("waits", "elsewhere", "items", "copies"))
     timed: Job = jobs.block(case, f"{row.megabytes:g}", steps, {**block, "observe": {"timeline": "all"}}, more)
     row.seconds = seconds(timed)
     recorded = list(spans(timed, WARM_UP))
@@ -87,7 +88,16 @@ def main(run: Experiment, stages: int, micro_batches: int, iterations: int, mode
     if not run.gpu:
         stages, micro_batches, iterations = 2, 4, 2
     view = table(
-        f"M={micro_batches}, {mode}, {backend}", "MB", "[s]", "waits", " of them", "copies", "queued", " times"
+        f"M={micro_batches}, {mode}, {backend}",
+        "MB",
+        "[s]",
+        "waits",
+        " of them",
+        "elsewhere",
+        "items",
+        "copies",
+        "queued",
+        " times",
     )
     rows = []
     for megabytes, size in ROWS.items() if run.gpu else {1 / 64: 4}.items():
@@ -102,13 +112,10 @@ def main(run: Experiment, stages: int, micro_batches: int, iterations: int, mode
         rows.append(row)
         names = ", ".join(f"{name} {count:g}" for name, count in row.waits.items())
         often = ", ".join(f"{count}: {number:g}" for count, number in row.queued.items())
-        total, copied = (f"{sum(each.values()):g}" for each in (row.waits, row.copies))
-        view.add_row(
-            f"{megabytes:g}", f"{row.seconds:.3f}", total, names or escape(row.problem), copied, str(row.most), often
-        )
+        sums = [f"{sum(each.values()):g}" for each in (row.waits, row.elsewhere, row.items, row.copies)]
+        cells = (sums[0], names or escape(row.problem), *sums[1:], str(row.most), often)
+        view.add_row(f"{megabytes:g}", f"{row.seconds:.3f}", *cells)
         run.save(rows=[asdict(each) for each in rows])
-    if all(row.waits for row in rows):
-        run.say(f"on average {mean(sum(row.waits.values()) for row in rows):g} waits in an iteration")
     run.end(view, rows=[asdict(each) for each in rows])
 
 

@@ -55,6 +55,7 @@ class Member:
         self.plans: queue.Queue[dict[str, Any]] = queue.Queue()
         self.inner: Any = None
         self.claimed = self.wrong = 0
+        self.attach_s = 0.0
 
     def listen(self) -> None:
         """Obey the program: a plan ends the epoch before it at once, on this thread, as in a job."""
@@ -67,12 +68,14 @@ class Member:
             self.plans.put(order)
 
     def enter(self) -> Sequence[str]:
-        """Enter the epoch of the next plan; returns its members."""
+        """Enter the next plan's epoch, once the communicators of the one before are aborted; returns its members."""
         order = self.plans.get(timeout=LIMIT.total_seconds())
         members = tuple(order["members"])
         homes, places = tuple(range(len(members))), tuple(order["places"])
         plan = Plan(epoch=order["epoch"], owners=members, members=members, homes=homes, places=places)
+        begin = time.monotonic()
         self.session.attach(plan)
+        self.attach_s = time.monotonic() - begin
         self.session.meet()
         return members
 
@@ -126,12 +129,10 @@ def main(name: str, when: str, count: int, watch_s: float) -> None:
         except BambooError as error:
             raised = type(error).__name__
             break
-    begin = time.monotonic()
-    left = member.enter()  # once the communicators are aborted
-    attach_s = time.monotonic() - begin
+    left = member.enter()
     inner = member.inner
     claims = inner is not None and inner.is_completed() and inner.exception() is None and not member.right(members)
-    facts = {"raised": raised, "attach_s": attach_s, "claimed": member.claimed, "wrong": member.wrong}
+    facts = {"raised": raised, "attach_s": member.attach_s, "claimed": member.claimed, "wrong": member.wrong}
     member.reduce(left)
     say(recovered=True, **facts, inner_claims_wrong=bool(claims and when == "reduce"), goes_on=member.wrong == 0)
     for _ in range(int(watch_s)):

@@ -100,18 +100,18 @@ def memory() -> dict[str, int]:
     return {"resident": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024}
 
 
-#: What the main thread's calls are named in which the host waits for the device, and torch's operation of such.
-WAITS = re.compile(
-    r"(cuda|cu|hip)(Device|Stream|Event|Ctx)Synchronize|(cuda|cu|hip)Memcpy(\w*[^c])?|aten::_local_scalar_dense"
-)
+#: Calls in which the host waits for the device, and torch's operation that makes a number of a tensor.
+WAITS = re.compile(r"(cuda|cu|hip)((Device|Stream|Event|Ctx)Synchronize|Memcpy(\w*[^c])?)")
+ITEM = "aten::_local_scalar_dense"
 
 
 @contextmanager
 def profiled(file: Path, steps: int) -> Iterator[None]:
-    """Write to ``file`` how often, per step of ``steps``, this thread has waited for the device in the body.
+    """Write to ``file`` what happens in the body, per step of ``steps``.
 
-    ``waits``: calls by name; ``copies``: of the device, by their direction, where "Pageable" says that a copy kept the
-    host waiting.
+    ``waits``: calls by name in which this thread waits for the device; ``elsewhere``: the same of other threads;
+    ``items``: numbers made of tensors by this thread, each of which waits for the device that the tensor is on;
+    ``copies``: of the device, by their direction, where "Pageable" says that a copy has kept the host waiting.
     """
     activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if torch.cuda.is_available() else [])]
     with profile(activities=activities) as profiler:
@@ -120,11 +120,18 @@ def profiled(file: Path, steps: int) -> Iterator[None]:
     profiler.export_chrome_trace(str(trace))
     events = json.loads(trace.read_text())["traceEvents"]
     trace.unlink()
-    me = threading.get_native_id()
-    waits = Counter(e["name"] for e in events if e.get("tid") in (me, str(me)) and WAITS.fullmatch(e.get("name", "")))
-    copies = Counter(e["name"] for e in events if e.get("cat") == "gpu_memcpy")
-    per_step = [{name: count / steps for name, count in each.most_common()} for each in (waits, copies)]
-    file.write_text(json.dumps({"waits": per_step[0], "copies": per_step[1], "steps": steps}))
+    me = str(threading.get_native_id())
+    found: dict[str, Counter[str]] = {name: Counter() for name in ("waits", "elsewhere", "items", "copies")}
+    for event in events:
+        name, mine = event.get("name", ""), str(event.get("tid")) == me
+        if WAITS.fullmatch(name):
+            found["waits" if mine else "elsewhere"][name] += 1
+        elif name == ITEM and mine:
+            found["items"][name] += 1
+        elif event.get("cat") == "gpu_memcpy":
+            found["copies"][name] += 1
+    per_step = {what: {name: n / steps for name, n in each.most_common()} for what, each in found.items()}
+    file.write_text(json.dumps({**per_step, "steps": steps}))
 
 
 def ended(file: Path, step: int) -> bool:
