@@ -125,8 +125,9 @@ def strike(
 
     def over(seen: list[dict[str, Any]]) -> bool:
         told = {e["member"] for e in seen if e["event"] == "recovered" and e["epoch"] > plan["epoch"]}
-        without = next((e for e in seen if e["event"] == "plan" and victim in e["lost"]), None)
-        done = without is not None and told >= set(without["members"])
+        # Those that only wait need not recover.
+        lost = any(e["event"] == "plan" and victim in e["lost"] for e in seen)
+        done = lost and told >= {*plan["owners"]} - {victim}
         return done and any(e["event"] == "step" and e["step"] > last for e in seen)
 
     seen = watcher.wait(f"the recovery from the loss of stage {stage}", over)
