@@ -236,13 +236,19 @@ def bamboo_job(
         yield process
 
 
-def join(folder: Path, number: int, job: str, script: Path, arguments: Sequence[str]) -> subprocess.Popen[bytes]:
+def join(
+    folder: Path,
+    number: int,
+    job: str,
+    script: Path,
+    arguments: Sequence[str],
+    variables: Mapping[str, str] | None = None,
+) -> subprocess.Popen[bytes]:
     """``bamboo join`` of ``script`` to ``job``; ``number`` names its log."""
     command = [sys.executable, "-m", "bamboo_ds.cli.main", "join", "--job", job, str(script), *arguments]
+    env = {**environment(), **(variables or {})}
     with open(folder / f"log-join-{number}.txt", "wb") as log:
-        return subprocess.Popen(
-            command, env=environment(), stdout=log, stderr=subprocess.STDOUT, start_new_session=True
-        )
+        return subprocess.Popen(command, env=env, stdout=log, stderr=subprocess.STDOUT, start_new_session=True)
 
 
 def run_bamboo(
@@ -325,11 +331,12 @@ def machine() -> dict[str, Any]:
     }
 
 
-def save_json(path: Path, content: Mapping[str, Any]) -> None:
+def save_json(path: Path, content: Mapping[str, Any], tell: bool = True) -> None:
     """Write ``content`` with the description of the machine."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**content, "machine": machine()}, indent=1) + "\n")
-    console.print(f"[dim]{path}[/dim]")
+    if tell:
+        console.print(f"[dim]{path}[/dim]")
 
 
 def save_figure(figure: Any, path: Path) -> None:

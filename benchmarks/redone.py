@@ -112,8 +112,10 @@ def strike(
     """Kill the worker of ``stage`` when a share ``at`` of an iteration is over, and account for it."""
     last = watcher.step(watcher.step(0) + 1)
     plan = [event for event in watcher.seen if event["event"] == "plan"][-1]
-    steps = [e["seconds"] for e in watcher.seen if e["event"] == "step" and e["epoch"] == plan["epoch"]]
-    normal_s = median(steps[-STEADY:])
+    steps = [e for e in watcher.seen if e["event"] == "step"]
+    # A member that has just come to wait has changed the plan, but not who computes what.
+    alike = [e for e in steps if e["epoch"] == plan["epoch"]][-STEADY:] or steps[-BEFORE:]
+    normal_s = median(e["seconds"] for e in alike)
     victim = plan["owners"][stage]
     pid = next(w.pid for process in processes for w in workers_of(process).values() if w.id == victim)
     begin = next(wall(e) for e in watcher.seen if e["event"] == "step" and e["step"] == last)
@@ -123,7 +125,10 @@ def strike(
 
     def over(seen: list[dict[str, Any]]) -> bool:
         told = {e["member"] for e in seen if e["event"] == "recovered" and e["epoch"] > plan["epoch"]}
-        return len(told) == len(plan["members"]) - 1 and any(e["event"] == "step" and e["step"] > last for e in seen)
+        # Those that only wait need not recover.
+        lost = any(e["event"] == "plan" and victim in e["lost"] for e in seen)
+        done = lost and told >= {*plan["owners"]} - {victim}
+        return done and any(e["event"] == "step" and e["step"] > last for e in seen)
 
     seen = watcher.wait(f"the recovery from the loss of stage {stage}", over)
     found = [e for e in seen if e["event"] == "recovered" and e["epoch"] > plan["epoch"]]

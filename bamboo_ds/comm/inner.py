@@ -56,8 +56,8 @@ def runs_behind(device: torch.device) -> bool:
 def connect(group: Any, size: int, device: torch.device) -> None:
     """Make the communicator of a new group that runs behind the host. Collective over its ``size`` members; blocks.
 
-    Torch makes it in the group's first collective on ``device``, which has a number, and NCCL what connects each two ranks in the first
-    exchange of all with all.
+    Torch makes it in the group's first collective on ``device``, which has a number, and NCCL what connects each two
+    ranks in the first exchange of all with all.
     """
     ones = torch.ones(size, device=device)
     group.allreduce([ones]).wait()

@@ -13,74 +13,27 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from statistics import median
 from typing import Any
 
 import click
-import torch
-from deepspeed.runtime.fp16.loss_scaler import LossScaler
-from deepspeed.runtime.zero.config import ZeroStageEnum
-from deepspeed.utils.tensor_fragment import fragment_address
+from bench import MIB, Experiment, experiment, table
+from common import PATIENCE_S, TRAININGS, WORKERS, Job, JobFailed, Watcher, environment
+from jobs import Case, Jobs, Model, differences, peaks, seconds
+from recovery import members
+from rich.markup import escape
 from rich.table import Table
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-
-from common import (
-    PATIENCE_S,
-    TRAININGS,
-    WORKERS,
-    Job,
-    JobFailed,
-    Training,
-    Watcher,
-    bamboo_job,
-    console,
-    environment,
-    fresh,
-    run_bamboo,
-    run_stock,
-    save_json,
-    write_config,
-)
-from recovery import members
-
-from bamboo_ds.cli.demo.compare import compare_checkpoints, compare_losses
-
 STEPS, MICRO_BATCHES = 12, 8
-#: Steps that do not count for times, and the one in the middle of whose successor a worker is killed.
-WARM_UP, KILL_AFTER = 3, 5
-SCRIPT = WORKERS / "transformer.py"
-TIMEOUT_S = 600.0
-MIB = 2**20
-EMULATED = "EMULATED on the CPU: not a run on a GPU"
-
-
-@dataclass(frozen=True)
-class Case:
-    """A job: its training, stages, and pipelines."""
-
-    training: Training
-    stages: int
-    pipelines: int
-
-    @property
-    def workers(self) -> int:
-        """One for each role."""
-        return self.stages * self.pipelines
-
-    @property
-    def name(self) -> str:
-        """For people and folders."""
-        return f"{self.training.name}-{self.stages}x{self.pipelines}"
-
-
+#: A worker is killed in the middle of the step after this one.
+KILL_AFTER = 5
+#: NCCL refuses several workers on one GPU.
+BLOCK = {"redundancy": {"verify_every": 4}}
 CASES = (
-    Case(TRAININGS["fp32"], 2, 1),
-    Case(TRAININGS["bf16-zero1"], 2, 1),
-    Case(TRAININGS["fp32"], 4, 1),
+    Case(TRAININGS["fp32"], 2),
+    Case(TRAININGS["bf16-zero1"], 2),
+    Case(TRAININGS["fp32"], 4),
     Case(TRAININGS["bf16-zero1"], 2, 2),
 )
 
@@ -113,44 +66,16 @@ class Figures:
         return not self.problem and self.stock == [] and self.killed == [] and bool(self.struck)
 
 
-class Runner:
-    """Runs the jobs of a case. ``size`` is that of the model, as arguments of the worker."""
+class Smoke:
+    """Runs the jobs of a case."""
 
-    def __init__(self, out: Path, device: str, size: tuple[str, ...]) -> None:
-        self._out, self._size = out, size
-        self.variables = {"DS_ACCELERATOR": device, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
-        if device == "cuda":
-            # The first one that is visible; all workers are on it.
-            first = os.environ.get("CUDA_VISIBLE_DEVICES", "0").partition(",")[0]
-            self.variables |= {"CUDA_VISIBLE_DEVICES": first, "LOCAL_RANK": "0"}
-
-    def prepare(self, case: Case, kind: str, block: Mapping[str, Any] | None) -> tuple[Path, list[str]]:
-        """The folder of a job, and the arguments of its workers."""
-        folder = fresh(self._out / "jobs" / f"gpu-{case.name}-{kind}")
-        changes = {**case.training.config, "train_micro_batch_size_per_gpu": 4}
-        config = write_config(folder, MICRO_BATCHES, block, **changes)
-        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(case.stages)]
-        return folder, [*arguments, "--steps", str(STEPS), *self._size]
-
-    def stock(self, case: Case) -> Job:
-        """Stock DeepSpeed."""
-        folder, arguments = self.prepare(case, "stock", None)
-        return run_stock(folder, case.workers, SCRIPT, [*arguments, "--gloo"], TIMEOUT_S, self.variables)
-
-    def undisturbed(self, case: Case) -> Job:
-        """With the block."""
-        folder, arguments = self.prepare(case, "block", self.block())
-        return run_bamboo(folder, case.workers, SCRIPT, arguments, TIMEOUT_S, self.variables)
-
-    @staticmethod
-    def block() -> dict[str, Any]:
-        """NCCL refuses several workers on one GPU."""
-        return {"comm": {"cuda_backend": "gloo"}, "redundancy": {"verify_every": 4}}
+    def __init__(self, run: Experiment, model: Model) -> None:
+        self._run, self._jobs = run, Jobs(run, model, MICRO_BATCHES)
 
     def killed(self, case: Case) -> tuple[Job, str]:
         """With the block and a SIGKILL to the owner of the last stage in the middle of an iteration; what of it."""
-        folder, arguments = self.prepare(case, "killed", self.block())
-        with bamboo_job(folder, case.workers, SCRIPT, arguments, variables=self.variables) as process:
+        folder, arguments = self._jobs.prepare(case, "killed", STEPS, BLOCK)
+        with self._jobs.started(case, folder, arguments) as process:
             watcher = Watcher(Job(folder), process)
             watcher.step(1)
             victim = members(process)[case.workers - 1]
@@ -173,102 +98,79 @@ class Runner:
         """All runs of a case, compared."""
         found = Figures(case.name, case.workers)
         try:
-            stock, block = self.stock(case), self.undisturbed(case)
-            found.stock_s, found.stock_bytes = self.cost(stock)
-            found.block_s, found.block_bytes = self.cost(block)
-            found.stock = differences(stock, block)
+            stock, block = self._jobs.stock(case, STEPS), self._jobs.block(case, "block", STEPS, BLOCK)
+            found.stock_s, found.stock_bytes = seconds(stock), max(peaks(stock))
+            found.block_s, found.block_bytes = seconds(block), max(peaks(block))
+            found.stock = differences(stock, block, STEPS)
             job, found.struck = self.killed(case)
-            found.killed = differences(block, job)
+            found.killed = differences(block, job, STEPS)
         except JobFailed as error:
             found.problem = error.message
         return found
 
-    @staticmethod
-    def cost(job: Job) -> tuple[float, int]:
-        """Seconds per iteration at rank 0, and the largest worker's peak of memory."""
-        results = job.results()
-        return median(results[0]["seconds"][WARM_UP:]), max(next(iter(r["memory"].values())) for r in results.values())
-
     def alone(self) -> dict[str, Any]:
         """One rank on NCCL."""
-        file = fresh(self._out / "jobs" / "gpu-alone") / "result.json"
+        limit = self._run.timeout_s("one rank alone")
+        file = self._run.folder("alone") / "result.json"
         command = [sys.executable, str(WORKERS / "nccl_alone.py"), str(file)]
-        env = {**environment(), **self.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_SIZE": "1"}
-        env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
-        done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=TIMEOUT_S)
+        env = {**environment(), **self._jobs.variables, "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
+        env |= {"LOCAL_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
+        try:
+            done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=limit)
+        except subprocess.TimeoutExpired:
+            return {"problem": f"still runs after {limit:.0f} s"}
         if done.returncode or not file.exists():
             return {"problem": f"exit code {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}"}
         result: dict[str, Any] = json.loads(file.read_text())
-        wanted = "nccl" if self.variables["DS_ACCELERATOR"] == "cuda" else "gloo"
+        wanted = "nccl" if self._run.kind == "cuda" else "gloo"
         if result["inner"] != wanted or not result["raised"] or not result["sum_of_one"]:
             return {**result, "problem": f"not as it should be, on {wanted}"}
         return result
 
 
-def differences(expected: Job, found: Job) -> list[str]:
-    """Where losses and checkpoints of two jobs differ."""
-    compared = [compare_losses(expected.folder, found.folder, STEPS)]
-    # Of DeepSpeed's own, in its files of ZeRO.
-    with torch.serialization.safe_globals([fragment_address, LossScaler, ZeroStageEnum]):
-        compared += compare_checkpoints(expected.folder / "final", found.folder / "final")
-    return [f"{each.what}: {each.differences or 'nothing to compare'}" for each in compared if not each.equal]
-
-
-def table(rows: list[Figures], title: str) -> Table:
+def view(rows: list[Figures], title: str) -> Table:
     """The figures for people."""
-    result = Table(title=title)
-    for column in ("case", "workers", "stock [s]", "block [s]", "ratio", "stock [MiB]", "block [MiB]"):
-        result.add_column(column, justify="left" if column == "case" else "right")
-    for column in ("= stock", "SIGKILL", "= undisturbed"):
-        result.add_column(column)
+    names = ("case", "workers", "stock [s]", "block [s]", "ratio", "stock [MiB]", "block [MiB]")
+    result = table(title, *names, " = stock", " SIGKILL", " = undisturbed")
     for row in rows:
         if row.problem:
-            result.add_row(row.case, str(row.workers), f"[red]failed[/red]: {row.problem.splitlines()[0]}")
+            result.add_row(row.case, str(row.workers), f"[red]failed[/red]: {escape(row.problem.splitlines()[0])}")
             continue
         sizes = (f"{size / MIB:.0f}" for size in (row.stock_bytes, row.block_bytes))
-        seconds = (f"{row.stock_s:.3f}", f"{row.block_s:.3f}", f"{row.block_s / row.stock_s:.2f}")
+        times = (f"{row.stock_s:.3f}", f"{row.block_s:.3f}", f"{row.block_s / row.stock_s:.2f}")
         same = ["[green]yes[/green]" if found == [] else "[red]NO[/red]" for found in (row.stock, row.killed)]
-        result.add_row(row.case, str(row.workers), *seconds, *sizes, same[0], row.struck, same[1])
+        result.add_row(row.case, str(row.workers), *times, *sizes, same[0], row.struck, same[1])
     return result
 
 
-@click.command()
-@click.option("--allow-cpu", is_flag=True, help="Without a GPU, run the same on the CPU, labelled as emulated.")
+@experiment("smoke")
 @click.option(
     "--case", "wanted", type=click.Choice([case.name for case in CASES]), multiple=True, help="[default: all]"
 )
 @click.option("--layers", type=click.IntRange(min=2), default=6, show_default=True)
 @click.option("--width", type=click.IntRange(min=64), default=512, show_default=True, help="A multiple of 8.")
 @click.option("--context", type=click.IntRange(min=8), default=256, show_default=True)
-@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(allow_cpu: bool, wanted: tuple[str, ...], layers: int, width: int, context: int, out: Path) -> None:
+def main(run: Experiment, wanted: tuple[str, ...], layers: int, width: int, context: int) -> None:
     """Lose workers on a GPU, and compare with stock DeepSpeed."""
-    gpu = torch.cuda.is_available()
-    if not gpu and not allow_cpu:
-        raise click.ClickException(
-            f"torch {torch.__version__} sees no GPU, and nothing else is a run on one. --allow-cpu runs the same on "
-            "the CPU, to try this program itself"
-        )
-    device = torch.cuda.get_device_name(0) if gpu else EMULATED
-    console.print(f"[bold]{device}[/bold], torch {torch.__version__}, CUDA {torch.version.cuda}")
-    size = ("--layers", str(layers), "--width", str(width), "--context", str(context))
-    runner = Runner(out.resolve(), "cuda" if gpu else "cpu", size)
-    alone = runner.alone()
-    label = "one rank alone on NCCL" if gpu else f"one rank alone ({EMULATED}; gloo for NCCL)"
-    console.print(f"{label}: {alone}", markup=False, highlight=False)
-    rows = []
+    if not run.gpu:
+        layers, width, context = min(layers, 4), min(width, 64), min(context, 16)
+    smoke = Smoke(run, Model(layers, width, context))
+    alone = smoke.alone()
+    run.say(f"one rank alone{' on NCCL' if run.gpu else ', gloo for NCCL'}: {alone}")
+    if "problem" in alone:
+        run.problems.append("one rank alone")
+    rows: list[Figures] = []
     for case in CASES:
         if not wanted or case.name in wanted:
-            rows.append(runner.measure(case))
+            rows.append(smoke.measure(case))
             for said in (rows[-1].problem, *(rows[-1].stock or ()), *(rows[-1].killed or ())):
                 if said:
-                    console.print(f"[red]{case.name}[/red] ({device}): {said}", markup=True, highlight=False)
-    title = f"{device}: all workers on it, M={MICRO_BATCHES}, {layers} layers of width {width}, context {context}"
-    console.print(table(rows, title))
-    content = {"title": title, "device": device, "emulated": not gpu, "alone": alone}
-    save_json(out / "gpu-smoke.json", {**content, "rows": [asdict(row) for row in rows]})
-    if "problem" in alone or not all(row.good for row in rows):
-        raise JobFailed(f"not all is as it should be ({device})")
+                    run.say(f"{case.name}: {said}")
+            if not rows[-1].good:
+                run.problems.append(case.name)
+            run.save(alone=alone, rows=[asdict(row) for row in rows])
+    title = f"all workers on it, M={MICRO_BATCHES}, {layers} layers of width {width}, context {context}"
+    run.end(view(rows, title), alone=alone, rows=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...devices.accelerators import HOST, accelerator
 from ...errors import UnsupportedError
 from ..c10d import registry
 from ..inner import Pending
@@ -105,14 +106,14 @@ class _Followed(Several):
 
     def __init__(self, works: Sequence[Any], written: list[torch.Tensor]) -> None:
         super().__init__([(work, None) for work in works], written)
-        devices = {tensor.device for tensor in written if tensor.device.type == "cuda"}
-        self._marks = [torch.cuda.current_stream(device).record_event() for device in devices]
+        devices = {tensor.device for tensor in written if tensor.device.type != HOST.type}
+        self._marks = [accelerator().current_stream(device.index).record_event() for device in devices]
 
     def wait(self, *timeout: Any) -> bool:
         """Let the current stream wait, which may be another one."""
         super().wait(*timeout)
         for mark in self._marks:
-            torch.cuda.current_stream().wait_event(mark)
+            accelerator().current_stream().wait_event(mark)
         return True
 
     def is_completed(self) -> bool:
