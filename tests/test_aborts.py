@@ -320,7 +320,7 @@ def test_works_are_not_asked_while_their_communicator_is_aborted() -> None:
     called, life = Called(), Life()
     called.release.set()
     lifetime: Any = Lifetime(1, lambda member, reason: None)
-    nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
+    nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None, notify_at=None)
     links = Links(lifetime, nobody, ("a", "b"), "a", ("", ""))
     inner = Guarded(called, Guard(life.check)).allreduce()
     work = BambooWork(links, inner, "allreduce", ("a", "b"), kind=NCCL, device=torch.device("cpu"))

@@ -330,8 +330,8 @@ def test_a_communicator_is_there_when_its_device_is_through(monkeypatch: pytest.
             own.asked.append(("allreduce", tensors))
             return SimpleNamespace(wait=lambda: own.asked.append("wait"))
 
-    monkeypatch.setattr(torch, "zeros", lambda size, device: str(device))
-    inner.connect(Group(), numbered(torch.device("cuda")))
+    monkeypatch.setattr(torch, "ones", lambda size, device: str(device))
+    inner.connect(Group(), 2, numbered(torch.device("cuda")))
     assert own.asked == [("allreduce", ["cuda:1"]), "wait", ("synchronize", 1)]
 
 
