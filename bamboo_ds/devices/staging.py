@@ -90,12 +90,16 @@ class Staging:
 
     def __init__(self, streams: Streams) -> None:
         self.streams = streams
+        # Also those that nobody waits for any more, since the epoch of what was to be sent has ended.
+        self._leaving: deque[Copy] = deque()
         self._arriving: deque[Copy] = deque()
 
     def out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Copy]:
         """Begin to copy flat bytes to the host."""
         targets = [self.streams.memory(source.numel()) for source in sources]
-        return targets, Copy(self.streams.copy_out(sources, targets), (sources, targets))
+        copy = Copy(self.streams.copy_out(sources, targets), (sources, targets))
+        _keep(copy, self._leaving)
+        return targets, copy
 
     def into(self, sources: Sequence[torch.Tensor], after: Copy | None = None) -> list[torch.Tensor]:
         """Flat bytes of the host on the device, for what it is told to compute from now on.
@@ -103,10 +107,8 @@ class Staging:
         Args:
             after: brings them to the host.
         """
-        while self._arriving and self._arriving[0].reached():
-            self._arriving.popleft()
         found, mark = self.streams.copy_in(sources, None if after is None else after.mark)
-        self._arriving.append(Copy(mark, sources))
+        _keep(Copy(mark, sources), self._arriving)
         self.streams.order(mark)
         return found
 
@@ -123,6 +125,13 @@ def use(streams: Streams | None) -> None:
 def current() -> Staging | None:
     """By what tensors go and come, if this process has a device."""
     return _staging
+
+
+def _keep(copy: Copy, under_way: deque[Copy]) -> None:
+    """Keep ``copy`` until it is complete. Those of one stream end in their order."""
+    while under_way and under_way[0].reached():
+        under_way.popleft()
+    under_way.append(copy)
 
 
 class Waiter:
