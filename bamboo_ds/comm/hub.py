@@ -20,7 +20,7 @@ from collections.abc import Callable, Collection, Generator, Iterable, Sequence
 from functools import partial
 from typing import Protocol
 
-from ..devices.staging import Copy, Mark, Waiter
+from ..devices.staging import Copy, StreamMark, Waiter
 from ..errors import ProtocolError
 from ..forking import only_here
 from ..secret import JobSecret
@@ -265,7 +265,7 @@ class Hub:
         """Have ``connection`` go on once ``copy`` is complete."""
         self._marks.when(copy.mark, partial(self._flush, connection))
 
-    def notify_at(self, mark: Mark) -> None:
+    def notify_at(self, mark: StreamMark) -> None:
         """Have those that wait look again once ``mark`` is reached."""
         self._marks.when(mark, self._notify)
 

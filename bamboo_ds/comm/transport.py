@@ -11,7 +11,7 @@ from datetime import timedelta
 import torch
 
 from ..devices.accelerators import HOST
-from ..devices.staging import Mark
+from ..devices.staging import StreamMark
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
@@ -173,7 +173,7 @@ class Transport:
         """Whether :meth:`recv` would return at once (an undelivered message is there)."""
         return bool(self._inbox(lane))
 
-    def await_message(self, lane: Lane, mark: Mark) -> None:
+    def await_message(self, lane: Lane, mark: StreamMark) -> None:
         """Wait until a message of ``lane`` is there, or ``mark`` is reached.
 
         Raises:

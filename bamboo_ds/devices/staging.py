@@ -28,7 +28,7 @@ import torch
 logger = logging.getLogger(__name__)
 
 
-class Mark(Protocol):
+class StreamMark(Protocol):
     """A point in what a device does."""
 
     def reached(self) -> bool:
@@ -50,32 +50,34 @@ class Streams(Protocol):
         For any thread.
         """
 
-    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
+    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StreamMark:
         """Begin to copy flat bytes to the host, once the device has computed what it was told to so far.
 
         ``sources`` and ``targets`` have to be there, and stay as they are, until the mark.
         """
 
-    def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
+    def copy_in(
+        self, sources: Sequence[torch.Tensor], after: StreamMark | None
+    ) -> tuple[list[torch.Tensor], StreamMark]:
         """Begin to copy flat bytes to this process's device, once ``after`` is reached; the same holds for ``sources``.
 
         They may be the targets of the copy that ``after`` is the end of.
         """
 
-    def order(self, mark: Mark) -> None:
+    def order(self, mark: StreamMark) -> None:
         """What the device is told to compute from now on follows ``mark``."""
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """The end of what the device was told to compute so far."""
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: StreamMark, end: StreamMark) -> float:
         """Between two of these that are reached."""
 
 
 class Copy:
     """Copies that are under way, up to ``mark``; ``kept`` has to be there until then."""
 
-    def __init__(self, mark: Mark, kept: Any) -> None:
+    def __init__(self, mark: StreamMark, kept: Any) -> None:
         self.mark, self._kept = mark, kept
 
     def reached(self) -> bool:
@@ -138,10 +140,10 @@ class Waiter:
     """Waits for marks of a device, one after the other, in about the order in which they are reached."""
 
     def __init__(self) -> None:
-        self._awaited: queue.SimpleQueue[tuple[Mark, Callable[[], None]] | None] = queue.SimpleQueue()
+        self._awaited: queue.SimpleQueue[tuple[StreamMark, Callable[[], None]] | None] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
-    def when(self, mark: Mark, call: Callable[[], None]) -> None:
+    def when(self, mark: StreamMark, call: Callable[[], None]) -> None:
         """Call ``call``, on another thread, once ``mark`` is reached."""
         self._awaited.put((mark, call))
         if self._thread is None:

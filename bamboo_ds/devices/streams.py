@@ -10,12 +10,12 @@ import torch
 
 from . import staging
 from .accelerators import HOST, accelerator, page_locked
-from .staging import Mark
+from .staging import StreamMark
 
 
 @dataclass(frozen=True)
 class Event:
-    """See :class:`~bamboo_ds.devices.staging.Mark`."""
+    """See :class:`~bamboo_ds.devices.staging.StreamMark`."""
 
     event: Any
 
@@ -43,7 +43,7 @@ class AcceleratorStreams:
         """Page-locked."""
         return page_locked(size)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
+    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StreamMark:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         self._out.wait_stream(self._accelerator.current_stream())
         with self._accelerator.stream(self._out):
@@ -51,7 +51,9 @@ class AcceleratorStreams:
                 target.copy_(source, non_blocking=True)
         return self._mark(self._out)
 
-    def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
+    def copy_in(
+        self, sources: Sequence[torch.Tensor], after: StreamMark | None
+    ) -> tuple[list[torch.Tensor], StreamMark]:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         device = self._accelerator.current_device_name()
         if after is not None:
@@ -63,16 +65,16 @@ class AcceleratorStreams:
             each.record_stream(self._accelerator.current_stream())  # the memory is the in-stream's
         return found, self._mark(self._in)
 
-    def order(self, mark: Mark) -> None:
+    def order(self, mark: StreamMark) -> None:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         assert isinstance(mark, Event)
         self._accelerator.current_stream().wait_event(mark.event)
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         return self._mark(self._accelerator.current_stream(), enable_timing=True)
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: StreamMark, end: StreamMark) -> float:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         assert isinstance(begin, Event) and isinstance(end, Event)
         return float(begin.event.elapsed_time(end.event)) / 1000

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from bamboo_ds.devices import staging
-from bamboo_ds.devices.staging import Mark
+from bamboo_ds.devices.staging import StreamMark
 
 #: Seconds by which a copy is late at most.
 LATE_S = 0.003
@@ -53,10 +53,10 @@ class _Stream:
         self.goes_on = threading.Event()
         self.goes_on.set()
         self._random = random.Random(f"{seed} {name}")
-        self._marks: queue.SimpleQueue[tuple[LateMark, Mark | None]] = queue.SimpleQueue()
+        self._marks: queue.SimpleQueue[tuple[LateMark, StreamMark | None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name=f"late-{name}", daemon=True).start()
 
-    def mark(self, copy: Callable[[], None], after: Mark | None = None) -> LateMark:
+    def mark(self, copy: Callable[[], None], after: StreamMark | None = None) -> LateMark:
         found = LateMark(copy)
         self._marks.put((found, after))
         return found
@@ -89,25 +89,27 @@ class LateStreams:
     def memory(self, size: int) -> torch.Tensor:
         return noise(size)
 
-    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> Mark:
+    def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StreamMark:
         for target in targets:
             target.copy_(noise(target.numel()))
         self.counts["out"] += 1
         return self._out.mark(self._copying(sources, targets))
 
-    def copy_in(self, sources: Sequence[torch.Tensor], after: Mark | None) -> tuple[list[torch.Tensor], Mark]:
+    def copy_in(
+        self, sources: Sequence[torch.Tensor], after: StreamMark | None
+    ) -> tuple[list[torch.Tensor], StreamMark]:
         found = [noise(source.numel()) for source in sources]
         self.counts["in"] += 1
         return found, self._in.mark(self._copying(sources, found), after)
 
-    def order(self, mark: Mark) -> None:
+    def order(self, mark: StreamMark) -> None:
         mark.wait()
 
-    def mark(self) -> Mark:
+    def mark(self) -> StreamMark:
         self.counts["marks"] += 1
         return self._computing.mark(lambda: None)
 
-    def seconds(self, begin: Mark, end: Mark) -> float:
+    def seconds(self, begin: StreamMark, end: StreamMark) -> float:
         assert isinstance(begin, LateMark) and isinstance(end, LateMark)
         assert begin.reached() and end.reached(), "nobody knows that yet"
         return end.made - begin.made

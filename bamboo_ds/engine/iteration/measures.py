@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 from ...control.registry.records import DeviceRecord
 from ...devices import staging
 from ...devices.accelerators import HOST, accelerator, numbered
-from ...devices.staging import Mark, Streams
+from ...devices.staging import StreamMark, Streams
 from ...topology import Layout, StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
@@ -54,7 +54,7 @@ class IdleTimes:
         self._streams = streams
         self._idle: dict[Hashable, deque[float]] = defaultdict(lambda: deque(maxlen=_MEMORY))
         self._durations: dict[Hashable, float] = {}
-        self._running: deque[tuple[Hashable, Mark, Mark]] = deque()  # passes, their begins and ends
+        self._running: deque[tuple[Hashable, StreamMark, StreamMark]] = deque()  # passes, their begins and ends
 
     def observe(self, place: Hashable, seconds: float) -> None:
         """The wait at ``place`` would have lasted ``seconds`` (0: the message was there already)."""
@@ -77,7 +77,7 @@ class IdleTimes:
             yield
             self._running.append((kind, begin, self._streams.mark()))
 
-    def busy_until(self) -> Mark | None:
+    def busy_until(self) -> StreamMark | None:
         """When the device is through with all passes that it was told to do; ``None``: it is."""
         while self._running and self._running[0][-1].reached():
             assert self._streams is not None

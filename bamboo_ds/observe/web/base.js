@@ -106,6 +106,7 @@ const HOW = {
   hang: (d) => `made no progress (${d})`,
   lease: (d) => `fell silent (its lease ${d})`,
   suspects: (d) => `is out of reach of ${d}`,
+  abort: (d) => `could not go on (${d})`,
 };
 const how = (member) => (HOW[member.reason] ?? ((d) => `${member.reason} (${d})`))(member.detail);
 const where = (member) => (member.host ? ` on host ${member.host}` : "");
