@@ -90,6 +90,16 @@ def test_nor_is_one_that_has_vanished(folder: Path, gone: str) -> None:
         find(told)
 
 
+@pytest.mark.parametrize("gone", ["checkpoint", "folder"])
+def test_what_another_run_has_saved_beside_does_not_take_its_place(folder: Path, gone: str) -> None:
+    """It is no older state of this training, even if the job has the same name."""
+    told = save(folder)
+    save(folder.parent / "another")
+    shutil.rmtree(told if gone == "checkpoint" else folder)
+    with pytest.raises(CheckpointError, match="cannot go on from"):
+        find(told)
+
+
 @pytest.mark.parametrize("error", [FileNotFoundError, OSError])
 def test_what_others_delete_or_hold_open_hinders_nobody(
     folder: Path, monkeypatch: pytest.MonkeyPatch, error: type[OSError], caplog: pytest.LogCaptureFixture

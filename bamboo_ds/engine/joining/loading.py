@@ -137,12 +137,15 @@ def _folders(told: str, job: str, place: str | None, problems: list[str]) -> lis
     own = next((folder for folder in Path(told).parents if folder.parent.name == OWN), None)
     if own is not None:
         return [folder for folder in (own, *_script_folders(own, problems)) if folder.is_dir()]
-    for folder in list(Path(told).parents)[:MAX_DEPTH]:
+    above = list(Path(told).parents)[:MAX_DEPTH]
+    for folder in above:
         try:
             newest = newest_complete(folder, job)
             if newest is None and not (folder.is_dir() and (put_back(folder, job) + spares.settle(folder, job))):
                 continue
             root = folder if newest is None else folder_of(newest.path)
+            if root not in above:
+                continue  # another run has saved into a folder beside
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
