@@ -4,7 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# What is imported is compiled then, if nobody forbids it; most of what comes with torch never is.
+# What is imported is compiled then, if nobody forbids it; most of what comes with torch never is. And matplotlib lists
+# fonts by a process, once.
 unexport PYTHONDONTWRITEBYTECODE
 PIP := $(BIN)/python -m pip install --quiet --no-compile
 TORCH ?= torch==2.13.0
@@ -39,7 +40,7 @@ $(STAMP): setup.py Makefile
 	       $(PIP) "$(TORCH)"; }
 	$(BIN)/python -c "import torch; print('torch', torch.__version__, 'for CUDA', torch.version.cuda)"
 	$(PIP) --no-build-isolation --editable ".[embedded,benchmarks,dev]"
-	$(BIN)/python -c "import torch._dynamo, deepspeed.pipe" >/dev/null
+	$(BIN)/python -c "import torch._dynamo, deepspeed.pipe, matplotlib.font_manager" >/dev/null
 	touch $(STAMP)
 
 # Most of lint is one process's work, which the tests' start leaves a processor for.

@@ -284,13 +284,19 @@ class Life:
             raise EpochChanged(operation)
 
 
-def test_an_abort_waits_for_a_launch_and_none_begins_after_it() -> None:
+def launching() -> tuple[Called, Guarded, threading.Thread]:
+    """A communicator whose epoch has ended while a call is under way, and the thread of that call."""
     called, life = Called(), Life()
     guarded = Guarded(called, Guard(life.check))
     launch = threading.Thread(target=guarded.allreduce, daemon=True)
     launch.start()
     assert called.entered.wait(20)
     life.over = True
+    return called, guarded, launch
+
+
+def test_an_abort_waits_for_a_launch_and_none_begins_after_it() -> None:
+    called, guarded, launch = launching()
     abort = threading.Thread(target=guarded.abort, daemon=True)
     abort.start()
     assert not called.aborted.wait(0.1), "the launch is under way"
@@ -304,12 +310,7 @@ def test_an_abort_waits_for_a_launch_and_none_begins_after_it() -> None:
 
 def test_an_abort_does_not_wait_for_a_launch_that_only_it_can_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(aborts, "_CALL_S", 0.05)
-    called, life = Called(), Life()
-    guarded = Guarded(called, Guard(life.check))
-    launch = threading.Thread(target=guarded.allreduce, daemon=True)
-    launch.start()
-    assert called.entered.wait(20)
-    life.over = True
+    called, guarded, launch = launching()
     guarded.abort()
     assert called.overlapping == 1
     called.release.set()
@@ -320,7 +321,7 @@ def test_works_are_not_asked_while_their_communicator_is_aborted() -> None:
     called, life = Called(), Life()
     called.release.set()
     lifetime: Any = Lifetime(1, lambda member, reason: None)
-    nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None, notify_at=None)
+    nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
     links = Links(lifetime, nobody, ("a", "b"), "a", ("", ""))
     inner = Guarded(called, Guard(life.check)).allreduce()
     work = BambooWork(links, inner, "allreduce", ("a", "b"), kind=NCCL, device=torch.device("cpu"))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.comm import inner, nccl, wire
+from bamboo_ds.comm import inner, wire
 from bamboo_ds.comm import work as work_module
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, own_kind, use_for_cuda
 from bamboo_ds.comm.transport import Lane, Transport
@@ -24,6 +24,7 @@ from bamboo_ds.comm.work import ThroughHost
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.agent.command import local_rank
 from bamboo_ds.control.registry.records import DeviceRecord
+from bamboo_ds.devices import nccl
 from bamboo_ds.devices.accelerators import name_on_host, numbered, room
 from bamboo_ds.engine.context.records import CurrentEpoch
 from bamboo_ds.engine.iteration.measures import Measures, device_of

@@ -298,6 +298,6 @@ def test_how_long_a_pass_takes_is_known_when_the_device_is_through_with_it() -> 
     last = idle.busy_until()
     assert isinstance(last, LateMark) and idle.duration("forward") is None
     streams.release()
-    last.wait()
+    last.synchronize()
     assert idle.busy_until() is None
     assert 0.01 <= (idle.duration("forward") or 0.0) < 5

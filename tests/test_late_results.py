@@ -48,7 +48,7 @@ class Alone:
 
     def __init__(self) -> None:
         self.life = Lifetime(3, lambda member, reason: None)
-        nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None, notify_at=None)
+        nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
         links = Links(self.life, nobody, ("a", "b"), "a", ("", ""))
         self.groups = Groups(links, lambda *asked: pytest.fail("no store"), "a", "127.0.0.1", LONG)
 

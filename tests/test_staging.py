@@ -126,10 +126,10 @@ class Pending:
 
     done = False
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         return self.done
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         raise AssertionError("the script's thread must not wait")
 
 
@@ -199,7 +199,7 @@ def await_either(member: Member) -> list[str]:
     streams, found = member.kept[0], []
     for mark in (streams.mark(), LateMark(lambda: None)):
         member.transport.await_message(LANES[0], mark)
-        found.append("message" if member.transport.ready(LANES[0]) else "mark" if mark.reached() else "nothing")
+        found.append("message" if member.transport.ready(LANES[0]) else "mark" if mark.query() else "nothing")
         member.transport.send(LANES[1], len(found), None)
     return found
 

@@ -14,8 +14,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.comm.lifetime import Lifetime
-from bamboo_ds.comm.links import FAN_OUT, Links, Tree
+from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.transport import _as_tensor, _as_texts, _join, _sum
+from bamboo_ds.comm.tree import FAN_OUT, Tree
 from bamboo_ds.comm.wire import Payload
 from bamboo_ds.errors import NotMet
 

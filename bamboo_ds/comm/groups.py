@@ -99,8 +99,8 @@ class Groups:
                 if identity not in self._groups:
                     self._groups[identity] = self._build(key, identity[2], kind, timeout or self._timeout, device)
                 group = self._groups[identity]
-        staged = kind == GLOO and device is not None and device.type != HOST.type
-        return ThroughHost(group) if staged else group
+        elsewhere = kind == GLOO and device is not None and device.type != HOST.type
+        return ThroughHost(group) if elsewhere else group
 
     def _build(
         self, key: str, members: tuple[str, ...], kind: str, timeout: timedelta, device: torch.device | None

@@ -15,13 +15,14 @@ from datetime import timedelta
 from functools import partial
 from typing import NamedTuple
 
-from ..devices.staging import Copy
+from ..devices.staging import Copy, StreamMark
 from ..errors import EpochChanged, NotMet, PeerLost, ProtocolError
 from . import wire
 from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
 from .standing import ASK_AFTER_S, Stand, Standings
+from .tree import Tree
 from .wire import PeerMessage
 
 #: What a member tells those who might wait for it as it enters the epoch.
@@ -31,41 +32,6 @@ _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
 #: Takes messages of certain keys as they arrive, on whichever thread has read them.
 Service = Callable[[PeerMessage], None]
-
-#: Children of a member.
-FAN_OUT = 4
-#: Members that a message names where any of them may be meant.
-_NAMED = 8
-
-
-class Tree:
-    """The place of ``member`` among ``members``, whose first one is the root.
-
-    Args:
-        fan_out: children of a member at most; default :data:`FAN_OUT`.
-
-    Attributes:
-        parent: ``None`` of the root.
-        children: in the order of ``members``.
-    """
-
-    def __init__(self, members: Sequence[str], member: str, fan_out: int | None = None) -> None:
-        width, own = FAN_OUT if fan_out is None else max(1, fan_out), members.index(member)
-        self._members, self._width, self._own = members, width, member
-        self.parent = None if own == 0 else members[(own - 1) // width]
-        self.children = self._below(own)
-
-    def _below(self, place: int) -> tuple[str, ...]:
-        return tuple(self._members[place * self._width + 1 : (place + 1) * self._width + 1])
-
-    def beyond(self, neighbour: str) -> list[str]:
-        """The members of whom this one hears by ``neighbour``, its parent or one of its children."""
-        below = list(self.children if neighbour == self.parent else [neighbour])
-        for each in below:  # which grows meanwhile
-            below += self._below(self._members.index(each))
-        if neighbour != self.parent:
-            return below[1:]
-        return [each for each in self._members if each not in (*below, neighbour, self._own)]
 
 
 class Ticket(NamedTuple):
@@ -117,7 +83,6 @@ class Links:
     ) -> None:
         self.life, self.number = life, life.number
         self.changed: threading.Condition = hub.changed
-        self.notify_at = hub.notify_at
         self.waiting = 0
         self._hub, self._members, self.member = hub, members, member
         self._places = {**dict.fromkeys(members, ""), **dict(zip(members, places, strict=False))}
@@ -229,6 +194,10 @@ class Links:
         return None if connection is None else connection.rate
 
     # -- waiting -----------------------------------------------------------------------------------------
+    def notify_at(self, mark: StreamMark) -> None:
+        """Have those that wait look again once ``mark`` is reached."""
+        self._hub.notify_at(mark)
+
     def failure(self, member: str) -> EpochChanged | None:
         """Why nothing more will come from ``member``, or ``None``."""
         return self._failures.get(member)
@@ -398,7 +367,7 @@ class Links:
             for member in members:
                 missing = self._await_from(operation, inbox, member, members, deadline)
                 if missing:
-                    who = ", ".join(_with_those_beyond(tree, each) for each in missing)
+                    who = ", ".join(tree.told(each) for each in missing)
                     raise NotMet(f"Timed out waiting {timeout} in {operation} for {who}", missing)
             found = {message.source: message for message in inbox}
             del self._inbox[key]
@@ -441,10 +410,3 @@ def _again(failure: EpochChanged) -> EpochChanged:
 
 def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:
     return any(message.source == member for message in inbox)
-
-
-def _with_those_beyond(tree: Tree, neighbour: str) -> str:
-    """``neighbour`` in words: it may have come, and wait itself for others of whom this member hears by it."""
-    beyond = tree.beyond(neighbour)
-    more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
-    return f"{neighbour} (or for {', '.join(beyond[:_NAMED])}{more}, for whom it may wait)" if beyond else neighbour

@@ -184,7 +184,7 @@ class Transport:
         self._check(operation)
         self._links.notify_at(mark)
         with self._links.changed:
-            self._links.wait(operation, lambda: bool(messages) or mark.reached(), [lane.source])
+            self._links.wait(operation, lambda: bool(messages) or mark.query(), [lane.source])
 
     def arrival(self, lane: Lane) -> float | None:
         """``time.monotonic()`` at which the next undelivered message of ``lane`` arrived, if it has."""

@@ -274,17 +274,14 @@ def staged(payload: Payload) -> Staged | None:
     if found is None:
         return None
     structure, tensors = _structure(payload)
-    flat = list(map(_flat, tensors))
-    there = [number for number, tensor in enumerate(tensors) if found.streams.carries(tensor)]
-    if not there:
+    there = [found.streams.carries(tensor) for tensor in tensors]
+    if not any(there):
         return None
-    targets, copy = found.out([flat[number] for number in there])
-    flat = [tensor.clone() if number not in there else tensor for number, tensor in enumerate(flat)]
-    for number, target in zip(there, targets, strict=True):
-        flat[number] = target
+    targets, copy = found.out([_flat(tensor) for tensor, far in zip(tensors, there, strict=True) if far])
+    copies = iter(targets)
     parts = [
-        WireTensor(data, tensor.dtype, tuple(tensor.shape), number in there)
-        for number, (data, tensor) in enumerate(zip(flat, tensors, strict=True))
+        WireTensor(next(copies) if far else _flat(tensor).clone(), tensor.dtype, tuple(tensor.shape), far)
+        for tensor, far in zip(tensors, there, strict=True)
     ]
     return Staged(structure, parts, copy)
 

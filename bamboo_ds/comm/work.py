@@ -348,7 +348,7 @@ class ThroughHost:
         def call(*arguments: Any) -> Any:
             copies = _HostCopies()
             result = method(*map(copies.of, arguments))
-            return StagedWork(result, copies.pairs(arguments[0])) if copies else result
+            return ThroughHostWork(result, copies.pairs(arguments[0])) if copies else result
 
         return call if callable(method) else method
 
@@ -371,7 +371,7 @@ class _HostCopies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
         return [pair for each in value for pair in self.pairs(each)]
 
 
-class StagedWork:
+class ThroughHostWork:
     """A work of gloo on copies in host memory, which are copied back once, when it has succeeded.
 
     Args:

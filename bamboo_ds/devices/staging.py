@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 class StreamMark(Protocol):
-    """A point in what a device does."""
+    """A point in what a device does; torch's events are such."""
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         """Whether the device is through with all before it."""
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         """Wait for that."""
 
 
@@ -82,7 +82,7 @@ class Copy:
 
     def reached(self) -> bool:
         """Whether they are complete; what was kept for them is let go then."""
-        if self._kept is not None and self.mark.reached():
+        if self._kept is not None and self.mark.query():
             self._kept = None
         return self._kept is None
 
@@ -158,7 +158,7 @@ class Waiter:
         while (awaited := self._awaited.get()) is not None:
             mark, call = awaited
             try:
-                mark.wait()
+                mark.synchronize()
                 call()
             except Exception:  # the script's thread finds it, too, in what it tells the device next
                 logger.exception("the device has failed")

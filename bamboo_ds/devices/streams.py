@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,21 +10,6 @@ import torch
 from . import staging
 from .accelerators import HOST, accelerator, page_locked
 from .staging import StreamMark
-
-
-@dataclass(frozen=True)
-class Event:
-    """See :class:`~bamboo_ds.devices.staging.StreamMark`."""
-
-    event: Any
-
-    def reached(self) -> bool:
-        """Whether the device has come to it."""
-        return bool(self.event.query())
-
-    def wait(self) -> None:
-        """Wait for that."""
-        self.event.synchronize()
 
 
 class AcceleratorStreams:
@@ -57,8 +41,7 @@ class AcceleratorStreams:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         device = self._accelerator.current_device_name()
         if after is not None:
-            assert isinstance(after, Event)
-            self._in.wait_event(after.event)
+            self._in.wait_event(after)
         with self._accelerator.stream(self._in):
             found = [source.to(device, non_blocking=True) for source in sources]
         for each in found:
@@ -67,22 +50,19 @@ class AcceleratorStreams:
 
     def order(self, mark: StreamMark) -> None:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
-        assert isinstance(mark, Event)
-        self._accelerator.current_stream().wait_event(mark.event)
+        self._accelerator.current_stream().wait_event(mark)
 
     def mark(self) -> StreamMark:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
         return self._mark(self._accelerator.current_stream(), enable_timing=True)
 
-    def seconds(self, begin: StreamMark, end: StreamMark) -> float:
+    def seconds(self, begin: Any, end: StreamMark) -> float:
         """See :class:`~bamboo_ds.devices.staging.Streams`."""
-        assert isinstance(begin, Event) and isinstance(end, Event)
-        return float(begin.event.elapsed_time(end.event)) / 1000
+        return float(begin.elapsed_time(end)) / 1000
 
-    def _mark(self, stream: Any, **options: bool) -> Event:
-        event = self._accelerator.Event(**options)
-        event.record(stream)
-        return Event(event)
+    def _mark(self, stream: Any, **options: bool) -> StreamMark:
+        event: StreamMark = stream.record_event(self._accelerator.Event(**options))
+        return event
 
 
 def use_accelerator() -> None:

@@ -127,9 +127,9 @@ class Job:
 
         A member that joins a running job stays detached: its engine is built without peers.
         """
-        from ..comm import nccl
         from ..comm.inner import BEHIND, own_kind
         from ..comm.session import init_process_group
+        from ..devices import nccl
         from ..forking import make_forks_sure
 
         make_forks_sure()

@@ -22,8 +22,8 @@ import torch
 
 from bamboo_ds.comm import groups as groups_module
 from bamboo_ds.comm.inner import BEHIND, kind_for
-from bamboo_ds.comm.nccl import prepare
 from bamboo_ds.comm.session import Session
+from bamboo_ds.devices.nccl import prepare
 from bamboo_ds.errors import BambooError
 from bamboo_ds.topology import Plan
 

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import distributed as dist
 
-from bamboo_ds.comm import nccl
+from bamboo_ds.devices import nccl
 
 Before = Callable[["LateGroup", str, int], None]
 _MODULES = ("inner", "groups", "calls.collectives", "calls.order", "backend")

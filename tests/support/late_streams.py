@@ -39,10 +39,10 @@ class LateMark:
         self._copy()
         self._done.set()
 
-    def reached(self) -> bool:
+    def query(self) -> bool:
         return self._done.is_set()
 
-    def wait(self) -> None:
+    def synchronize(self) -> None:
         self._done.wait()
 
 
@@ -67,7 +67,7 @@ class _Stream:
             time.sleep(self._random.choice((0.0, LATE_S * self._random.random())))
             self.goes_on.wait()
             if after is not None:
-                after.wait()
+                after.synchronize()
             mark.run()
             del mark, after
 
@@ -103,7 +103,7 @@ class LateStreams:
         return found, self._in.mark(self._copying(sources, found), after)
 
     def order(self, mark: StreamMark) -> None:
-        mark.wait()
+        mark.synchronize()
 
     def mark(self) -> StreamMark:
         self.counts["marks"] += 1
@@ -111,7 +111,7 @@ class LateStreams:
 
     def seconds(self, begin: StreamMark, end: StreamMark) -> float:
         assert isinstance(begin, LateMark) and isinstance(end, LateMark)
-        assert begin.reached() and end.reached(), "nobody knows that yet"
+        assert begin.query() and end.query(), "nobody knows that yet"
         return end.made - begin.made
 
     def hold(self) -> None:

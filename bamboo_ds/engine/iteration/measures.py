@@ -79,11 +79,15 @@ class IdleTimes:
 
     def busy_until(self) -> StreamMark | None:
         """When the device is through with all passes that it was told to do; ``None``: it is."""
-        while self._running and self._running[0][-1].reached():
+        self._collect()
+        return self._running[-1][-1] if self._running else None
+
+    def _collect(self) -> None:
+        """Record the passes that the device is through with."""
+        while self._running and self._running[0][-1].query():
             assert self._streams is not None
             kind, *marks = self._running.popleft()
             self.record(kind, self._streams.seconds(*marks))
-        return self._running[-1][-1] if self._running else None
 
     def record(self, kind: Hashable, seconds: float) -> None:
         """A pass of ``kind`` took ``seconds``."""
@@ -92,6 +96,7 @@ class IdleTimes:
 
     def duration(self, kind: Hashable, fallback: Hashable = None) -> float | None:
         """How long a pass of ``kind`` takes; that of ``fallback`` if none was measured yet."""
+        self._collect()
         return self._durations.get(kind, self._durations.get(fallback))
 
     def fits(self, place: Hashable, elapsed: float, duration: float | None) -> bool:

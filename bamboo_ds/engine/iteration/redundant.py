@@ -89,7 +89,6 @@ class RedundantPasses(InContext):
         busy = self.measures.idle.busy_until()
         if busy is not None:
             self.epoch.transport.await_message(lane, busy)
-            self.measures.idle.busy_until()
 
     def _draw(self, place: Hashable, begin: float) -> bool:
         """Draw a batch if there is one to be drawn later, and time for it; whether it has."""
