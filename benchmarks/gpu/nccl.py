@@ -137,10 +137,8 @@ def lose(run: Experiment, row: Figures, ranks: int, count: int, draw: random.Ran
                 said = peer.hear("recovered", time.monotonic() + 120)
                 row.recovered += said["goes_on"]
                 row.abort_s, row.attach_s = max(row.abort_s, said["aborted_s"]), max(row.attach_s, said["attach_s"])
-                row.claimed, row.inner_wrong = (
-                    row.claimed + said["claimed"],
-                    row.inner_wrong + said["inner_claims_wrong"],
-                )
+                row.claimed += said["claimed"]
+                row.inner_wrong += said["inner_claims_wrong"]
                 row.raised = tuple(sorted({*row.raised, said["raised"]}))
                 row.wrong += peer.hear("end", time.monotonic() + row.watch_s + 60)["wrong"]
                 code = peer.process.wait(30)

@@ -71,12 +71,9 @@ class Killing:
                     self._case, self._folder, self._arguments, self._name, script, SANITIZER=self._sanitizer
                 )
             )
-            processes, watcher = (
-                [process],
-                Watcher(Job(self._folder), process, PATIENCE_S * (4 if self._sanitizer else 1)),
-            )
+            watcher = Watcher(Job(self._folder), process, PATIENCE_S * (4 if self._sanitizer else 1))
             watcher.step(1)
-            processes += [self._join(stack) for _ in range(self._spares)]
+            processes = [process, *(self._join(stack) for _ in range(self._spares))]
             while len(found) < kills and self._run.left_s() > until_s:
                 order = order or draw.sample(range(1 if self._sanitizer else 0, stages), stages - bool(self._sanitizer))
                 watcher.wait("every stage has its member and its shadow", lambda seen: healed(seen, stages))
