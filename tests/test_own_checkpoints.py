@@ -247,7 +247,7 @@ def lose_a_stage(
         result = job.finish()
     assert result.exit_code == 0, result.output[-5000:]
     (restart,) = result.events("restart")
-    first, second = steps_of(result)
+    first, second = steps_of(result.events())
     assert OWN in restart["checkpoint"]
     assert known < second[0] <= first[-1] + 1, (known, first, second)
     assert second[0] - 1 > max(saved(result, own=False), default=0) or second[0] - 1 in saved(result)
@@ -274,7 +274,7 @@ def test_a_script_that_resumes_gets_its_own_checkpoint_first(tmp_path: Path, ref
     arguments = ("--dropout", "0.1", "--save-every", "20", "--resume")
     result = lose_a_stage(tmp_path, (1, 2), arguments, after=20)
     assert_computed(result, reference(4, 1, 4, *arguments, *result.length, own=True))
-    length, first = int(result.length[1]), max(step for step in range(20, steps_of(result)[1][0], 20))
+    length, first = int(result.length[1]), max(step for step in range(20, steps_of(result.events())[1][0], 20))
     assert {len(dump["losses"]) for dump in result.ranks().values()} == {length - first}
 
 

@@ -30,7 +30,7 @@ from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.compare import assert_computed
 from .support.faults import mark
-from .support.jobs import Result, RunningJob, bamboo_command, write_config
+from .support.jobs import RunningJob, bamboo_command, write_config
 from .support.records import left, member
 from .support.settings import decided, deciding
 from .support.surviving import Reference, fault
@@ -273,11 +273,10 @@ def test_a_worker_that_cannot_go_on_takes_all_back() -> None:
 ARGUMENTS = ("--steps", "8", "--save-every", "2", "--dropout", "0.1")
 
 
-def steps_of(result: Result) -> list[list[int]]:
+def steps_of(events: list[dict[str, Any]]) -> list[list[int]]:
     """Steps of each start of the job."""
     starts: list[list[int]] = [[]]
-    for line in (result.out / "events.jsonl").read_text().splitlines():
-        event = json.loads(line)
+    for event in events:
         if event["event"] == "restart":
             starts.append([])
         elif event["event"] == "step":
@@ -305,7 +304,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     first, second = result.events("restart")
     assert (first["number"], first["slots"], second["number"]) == (1, [2, 3], 2)
     assert first["checkpoint"] == str(tmp_path / "checkpoints" / "step4")
-    assert steps_of(result) == [[1, 2, 3, 4, 5], [], [5, 6, 7, 8]]
+    assert steps_of(result.events()) == [[1, 2, 3, 4, 5], [], [5, 6, 7, 8]]
     assert len(result.ranks()) == 2, "workers that only stood in for others have left"
     assert [list(start) for start in assert_consumed_once(result, 1, 8).starts] == [[1, 2, 3, 4, 5], [5, 6, 7, 8]]
     spent = account(read_events(tmp_path / "events.jsonl"))
@@ -357,7 +356,7 @@ def test_a_terminal_that_takes_nothing_delays_no_restart(tmp_path: Path, termina
         job.wait_for("the restart", lambda: bool(job.events("restart")))
         assert terminal == "closed" or job.fill() == 0, "nobody has read it meanwhile"
         (tmp_path / "fast").touch()
-        job.wait_for("its end", lambda: steps_of(Result(tmp_path, 0, ""))[-1] == list(range(1, 13)))
+        job.wait_for("its end", lambda: steps_of(job.events())[-1] == list(range(1, 13)))
         # Python makes this code of what it could not print at the launcher's end.
         assert job.process.wait(60) == {"closed": 120, "full": 0}[terminal]
 
@@ -398,6 +397,6 @@ def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, 
     assert len(result.events("member_lost")) >= 2
     (restart,) = result.events("restart")
     assert (restart["checkpoint"], restart["slots"][0], len(restart["slots"])) == (str(newest), 3, 2)
-    assert steps_of(result)[1] == list(range(3, 9)), "not from the newest checkpoint that is whole"
+    assert steps_of(result.events())[1] == list(range(3, 9)), "not from the newest checkpoint that is whole"
     assert result.exit_code == 0, result.output[-5000:]
     assert_computed(result, reference(4, 1, 4, *ARGUMENTS, own=True))

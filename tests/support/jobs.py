@@ -112,10 +112,10 @@ class Result:
         """Names of the faults that struck."""
         return sorted(f.name for f in self.out.glob("fault-*"))
 
-    def events(self, kind: str) -> list[dict[str, Any]]:
-        """Events of one kind."""
+    def events(self, kind: str | None = None) -> list[dict[str, Any]]:
+        """Events of one kind, or all."""
         lines = (self.out / "events.jsonl").read_text().splitlines()
-        return [event for event in map(json.loads, lines) if event["event"] == kind]
+        return [event for event in map(json.loads, lines) if kind in (None, event["event"])]
 
     def drawn(self) -> list[list[int]]:
         """Indices of the samples that each worker read that joined the job, in order."""

@@ -39,7 +39,7 @@ CONFIG: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "steps_per_print": 1_000_000,
 }
-#: Share of an iteration after which a kill happens.
+#: Share of the shortest iteration so far after which a kill happens: the last one may have waited for copies.
 _MIDDLE = 0.5
 #: Every how many steps one is told.
 _TOLD_EVERY = 5
@@ -162,10 +162,14 @@ class Disturbed:
         self.steps.append(event)
         for kill in self.kills:
             if event.step == kill.step - 1:
-                kill.due = event.time.timestamp() + _MIDDLE * event.seconds
+                kill.due = event.time.timestamp() + _MIDDLE * self._shortest()
         equal = sum(step.loss == loss for step, loss in zip(self.steps, self._reference, strict=False))
         remark = f"{event.seconds * 1000:.0f} ms   {equal}/{len(self.steps)} losses equal the undisturbed run's"
         self._course.step(event.step, event.loss if event.loss is not None else float("nan"), remark)
+
+    def _shortest(self) -> float:
+        """Seconds of the shortest iteration so far."""
+        return min(step.seconds for step in self.steps)
 
     def _kill(self, kill: PlannedKill) -> None:
         if kill.process is None or dead(kill.process):
@@ -173,8 +177,8 @@ class Disturbed:
             return
         kill.process.kill()
         kill.sent = True
-        usual = self.steps[-1].seconds * 1000
-        where = f"about {_MIDDLE * usual:.0f} ms into iteration {kill.step} (the last took {usual:.0f} ms)"
+        shortest = self._shortest() * 1000
+        where = f"about {_MIDDLE * shortest:.0f} ms into iteration {kill.step} (the shortest took {shortest:.0f} ms)"
         name = self._story.job.name(kill.member)
         self._course.say(f"  SIGKILL for {name}, owner of stage {kill.stage}, {where}")
 
