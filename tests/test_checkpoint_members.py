@@ -80,6 +80,22 @@ def test_member_lost(members: Callable[..., Member], written: bool) -> None:
         assert list_checkpoints(leader.folder) == []
 
 
+def test_a_member_that_comes_late_to_a_failed_save_does_not_wait_for_it(members: Callable[..., Member]) -> None:
+    """The partial folder has gone before it has ever seen it; the next save would wait for this one."""
+    leader, late, layout = members(0), members(1), Layout(pipelines=1, stages=3)
+    leader.save(1, layout=layout)
+    leader.saver.follow({"m0", "m1"})
+    leader.wait()
+    assert "roles 2 were lost" in str(leader.failed[0].error)
+    late.save(1, layout=layout)
+    late.wait()
+    assert late.failed[0].aborted and "given it up" in str(late.failed[0].error)
+    assert [path.name for path in leader.folder.iterdir()] == [".bamboo-removing~job~a-1"]
+    assert list_checkpoints(leader.folder) == []
+    leader.saver.close()
+    assert not list(leader.folder.iterdir())
+
+
 @pytest.mark.parametrize("point", ["never", "manifest", "complete"])
 def test_leader_lost(members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch, point: str) -> None:
     """Another member comes to lead: it completes what has been written, whatever the old one had got to."""

@@ -15,6 +15,7 @@ and what can come in between: :meth:`~CheckpointSaver.follow` when members were 
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -83,6 +84,7 @@ class CheckpointSaver:
         self._beyond: str | None = None
         self._results: list[SaveResult] = []
         self._folders: dict[Path, KnownFolder] = {}
+        self._given_up: list[Path] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         # When the thread was last seen between two calls of the operating system.
@@ -252,6 +254,9 @@ class CheckpointSaver:
         if not done:
             self.abort("not written in time when the job ended")
         self._stop(None if done else _EXIT_TIMEOUT_S)
+        for each in self._given_up:  # all know it by now
+            with contextlib.suppress(OSError):
+                each.rmdir()
         self.poll()
 
     def stop(self) -> None:
@@ -338,13 +343,13 @@ class CheckpointSaver:
                 return self._inherited(save, result, path)
             path = perform(save, self)
         except SaveAborted as error:
-            return replace(result, error=_joined(f"aborted: {error}", _remove_partial(save)), aborted=True)
+            return replace(result, error=_joined(f"aborted: {error}", self._remove_partial(save)), aborted=True)
         except Exception as error:  # told as `checkpoint_failed`; training goes on
             if save.leads and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
             logger.debug("checkpoint %s failed", result.tag, exc_info=True)
             text = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
-            return replace(result, error=_joined(text, _remove_partial(save)))
+            return replace(result, error=_joined(text, self._remove_partial(save, failed=True)))
         if path is None:
             return result
         return replace(result, path=path, total=save.total, error=self._tidy(save, path))
@@ -371,6 +376,21 @@ class CheckpointSaver:
                 publish.prune(save.folder, self._job, keep, path)
         except (OSError, CheckpointError) as error:
             return f"complete, but the folder could not be tidied up: {error}"
+        return None
+
+    def _remove_partial(self, save: Save, failed: bool = False) -> str | None:
+        """Free the space at once; files that cannot be removed now are removed at the next save.
+
+        Of an aborted save all members know. That it has ``failed`` the others may have yet to learn.
+        """
+        job = save.record.job
+        try:
+            if save.leads and failed:
+                self._given_up.append(publish.give_up(save.partial, save.folder, job, save.record.save_id))
+            elif save.leads:
+                publish.discard(save.partial, save.folder, job)
+        except OSError as error:
+            return f"its partial folder could not be removed: {error}"
         return None
 
     # -- what the running save asks (see writer.Control) ---------------------------------------------------
@@ -411,16 +431,6 @@ def _completed(save: Save) -> Path | None:
     except CheckpointError:
         return None
     return path if manifest.save_id == save.record.save_id else None
-
-
-def _remove_partial(save: Save) -> str | None:
-    """Free the space at once; files that cannot be removed now are removed at the next save."""
-    try:
-        if save.leads:
-            publish.discard(save.partial, save.folder, save.record.job)
-    except OSError as error:
-        return f"its partial folder could not be removed: {error}"
-    return None
 
 
 def _joined(text: str, more: str | None) -> str:

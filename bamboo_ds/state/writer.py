@@ -51,6 +51,7 @@ logger = logging.getLogger("bamboo_ds")
 
 _CHUNK = 1 << 22
 _FIRST_POLL_S, _LONGEST_POLL_S = 0.01, 0.5
+_GIVEN_UP = "the member that leads has given it up"
 
 
 class SaveAborted(BambooError, RuntimeError):
@@ -235,7 +236,7 @@ def perform(save: Save, control: Control) -> Path | None:
         return _complete(save, manifest, control)
     except FileNotFoundError as error:
         if not save.leads and save.folder.exists():
-            raise SaveAborted("the member that leads has given it up") from error
+            raise SaveAborted(_GIVEN_UP) from error
         raise CheckpointError(
             f"{error.filename or save.partial} has vanished while {save.record.tag!r} was saved"
         ) from error
@@ -244,8 +245,11 @@ def perform(save: Save, control: Control) -> Path | None:
 def _enter(save: Save, control: Control) -> None:
     """Create the partial folder, or wait for the member that leads to do so."""
     deadline, poll = time.monotonic() + save.timeout_s, _FIRST_POLL_S
+    given_up = publish.given_up(save.folder, save.record.job, save.record.save_id)
     while not _has_entry(save.partial):
         control.check(save)
+        if not save.leads and _has_entry(given_up):
+            raise SaveAborted(_GIVEN_UP)
         if save.leads:
             _check_folder(save)
             supersede(save.folder, save.record.lineage)

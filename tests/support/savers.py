@@ -96,8 +96,9 @@ def save_all(pair: list[Member], step: int, **settings: Any) -> None:
 
 
 def rest(folder: Path) -> list[Path]:
-    """Hidden folders that are left."""
-    return [path for kind in (PARTIAL, REMOVING, REPLACED, SPARE) for path in hidden(folder, kind)]
+    """Hidden folders that are left, but for the empty ones of saves that were given up."""
+    found = [path for kind in (PARTIAL, REPLACED, SPARE) for path in hidden(folder, kind)]
+    return [*found, *(path for path in hidden(folder, REMOVING) if any(path.iterdir()))]
 
 
 @contextmanager
