@@ -200,6 +200,7 @@ def test_nothing_waits_until_both_ends_have_proven_themselves(ends: Ends) -> Non
     ends.sender.open = False
     ends.send(1, 1, filled(10))
     ends.send(2, 2, filled(20))
+    ends.sender.flush()  # as when a copy to host memory is complete
     assert ends.narrow.taken == 0
     ends.sender.give_up(1)
     assert ends.sender.written == 1

@@ -151,9 +151,10 @@ class Connection:
         return number
 
     def flush(self) -> None:
-        """Go on sending."""
+        """Go on sending, once it is open."""
         with self._sending:
-            self._write()
+            if self.open:
+                self._write()
 
     def give_up(self, epoch: int) -> None:
         """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
