@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import gc
-import json
 import random
 import threading
 import weakref
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,9 +17,6 @@ from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.devices import staging
 from tests.support.comm_worker import Cluster, Member, cluster
 from tests.support.late_streams import LateMark, LateStreams, install
-
-from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
-from .support.surviving import fault, survive_in_turn
 
 pytestmark = pytest.mark.claim("reference/limits.md")
 
@@ -230,47 +225,3 @@ def test_the_thread_that_waits_for_a_device_goes_on_after_a_failure_and_ends() -
     assert waiter._thread is not None
     waiter._thread.join(10)
     assert not waiter._thread.is_alive()
-
-
-# -- jobs ------------------------------------------------------------------------------------------------------
-SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 21))]
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("seed", SEEDS)
-def test_takeovers_with_late_copies(tmp_path: Path, reference: Reference, seed: int) -> None:
-    """Kept tensors are sent again, sums and replicas come late: the results are those of an undisturbed run."""
-    drawn = random.Random(seed)
-    places = [("ForwardPass", 2), ("BackwardPass", 1), ("ReduceGrads", None)]
-    faults = [fault(rank, 2 + rank, *drawn.choice(places)) for rank in drawn.sample((1, 2, 3), 2)]
-    mode = drawn.choice(("lazy-frc-lazy-brc", "eager-frc-lazy-brc", "eager-frc-eager-brc"))
-    block = {"redundancy": {"mode": mode, "sync_every": drawn.choice((0, 2)), "verify_every": 2}}
-    script, arguments = SUPPORT / "train_late_streams.py", ("--late", str(seed))
-    survive_in_turn(tmp_path, reference, faults, arguments=arguments, bamboo=block, script=script)
-    counts = [json.loads(file.read_text()) for file in tmp_path.glob("late-*")]
-    assert len(counts) == 2 and all(each["out"] and each["in"] and not each["lost"] for each in counts), counts
-
-
-#: What the script's thread asks of tensors that no device has, or that stock DeepSpeed asks, too.
-_HARMLESS = {
-    "wire.view": "memory of the host, for the network",
-    "batches.from_message": "words that go with tensors",
-    "tracing.content_checksum": "micro-batches as the script's iterator gives them",
-    "engine._exec_load_micro_batch": "DeepSpeed's, to the engine's device",
-    "blocks.<genexpr>": "states of generators, in the first iteration",
-    "blocks.backward": "the same",
-    "answers.alone": "torch's count of an optimizer's steps",
-}
-
-
-@pytest.mark.integration
-@pytest.mark.parametrize("mode", ["lazy-frc-lazy-brc", "eager-frc-eager-brc"])
-def test_the_scripts_thread_waits_for_no_device_in_an_iteration(tmp_path: Path, mode: str) -> None:
-    """Between the first forward pass and the measuring of gradients nobody asks for the value of a tensor."""
-    config = write_config(tmp_path, {"redundancy": {"mode": mode, "sync_every": 2}}, gradient_clipping=0.01)
-    arguments = ["--stages", "2", "--steps", "4", "--late", "1"]
-    result = run_bamboo(tmp_path, 4, arguments, config, SUPPORT / "train_syncs.py")
-    assert result.exit_code == 0, result.output[-4000:]
-    found = [line.split(maxsplit=1) for file in tmp_path.glob("syncs-*") for line in file.read_text().splitlines()]
-    assert {where.split(" < ")[0] for _, where in found} >= {"wire.view", "tracing.content_checksum"}, "it looks"
-    assert not [(what, where) for what, where in found if where.split(" < ")[0] not in _HARMLESS]

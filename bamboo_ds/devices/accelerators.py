@@ -12,6 +12,8 @@ import torch
 
 #: Host memory.
 HOST = torch.device("cpu")
+#: Devices whose page-locked memory torch keeps for the next one who asks; for others its question ends the process.
+_CACHING = frozenset({"cuda", "xpu"})
 
 
 def accelerator() -> Any:
@@ -44,6 +46,8 @@ def page_locked(nbytes: int) -> torch.Tensor:
 
 def release_page_locked() -> None:
     """Give back what torch's allocator keeps of page-locked memory that is not in use any more."""
+    if accelerator().device_name() not in _CACHING:
+        return
     for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
         if hasattr(module, name):  # by torch's version; the second one where torch is built for CUDA
             getattr(module, name)()

@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import deepspeed
+import far_device
 import torch
 from deepspeed.accelerator import get_accelerator
+from torch.utils._pytree import tree_map_only
 
 import bamboo_ds
 
@@ -38,9 +40,10 @@ def options(steps: int = 4, slow_s: float = 0.3) -> argparse.ArgumentParser:
 
 
 def begin(seed: int = 7) -> None:
-    """What comes before the model: random numbers, and torch's process group."""
+    """What comes before the model: the device, random numbers, and torch's process group."""
     import lean_torch  # which scripts import before torch
 
+    far_device.install_in_job()
     # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(seed)
@@ -171,4 +174,5 @@ def dump(
         binding.use(binding.local)
         results["forgotten"] = forgotten_optimizers(engine)
     name = f"joined-{os.getpid()}" if joined() else f"result-{rank}"
-    torch.save({**results, "roles": roles, "replicas": replicas}, arguments.out / f"{name}.pt")
+    found = {**results, "roles": roles, "replicas": replicas}
+    torch.save(tree_map_only(torch.Tensor, torch.Tensor.cpu, found), arguments.out / f"{name}.pt")

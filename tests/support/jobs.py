@@ -50,7 +50,7 @@ def write_config(folder: Path, bamboo: dict[str, Any] | None, micro_batches: int
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": micro_batches,
-        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True}},
+        "optimizer": {"type": "Adam", "params": {"lr": 1e-2, "torch_adam": True, "foreach": False}},
         "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-2, "warmup_num_steps": 5}},
         "gradient_clipping": 0.5,
         "steps_per_print": 10**9,
