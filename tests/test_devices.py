@@ -48,26 +48,26 @@ CUDA = torch.device("cuda")
 
 
 @pytest.mark.parametrize(
-    ("slot", "home", "visible", "driver", "expected"),
+    ("told", "visible", "driver", "expected"),
     [
-        (3, None, None, 0, 3),
-        (3, None, None, 4, 3),
-        (3, None, None, 1, 0),
-        (3, None, "0,2", 4, 1),
-        (3, None, "", 4, 3),
-        (3, None, "-1", 4, 3),
-        (6, 3, None, 4, 3),
-        (7, 3, None, 4, 3),
-        (7, 3, None, 0, 3),
+        ({"slot": 3}, None, 0, 3),
+        ({"slot": 3}, None, 4, 3),
+        ({"slot": 3}, None, 1, 0),
+        ({"slot": 3}, "0,2", 4, 1),
+        ({"slot": 3}, "", 4, 3),
+        ({"slot": 3}, "-1", 4, 3),
+        ({"slot": 6, "home": 3}, None, 4, 3),
+        ({"slot": 7, "home": 3}, None, 4, 3),
+        ({"slot": 7, "home": 3}, None, 0, 3),
+        ({"slot": 7, "home": 3, "device": 1}, None, 4, 1),
+        ({"slot": 7, "home": 3, "device": 1}, None, 0, 1),
     ],
 )
-def test_local_ranks(
-    tmp_path: Path, slot: int, home: int | None, visible: str | None, driver: int, expected: int
-) -> None:
+def test_local_ranks(tmp_path: Path, told: dict[str, int], visible: str | None, driver: int, expected: int) -> None:
     for gpu in range(driver):
         (tmp_path / "gpus" / str(gpu)).mkdir(parents=True)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert local_rank(agent(slot=slot, home=home), environ, tmp_path / "gpus") == expected
+    assert local_rank(agent(**told), environ, tmp_path / "gpus") == expected
 
 
 @pytest.mark.parametrize(

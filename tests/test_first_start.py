@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from bamboo_ds.cli import main
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
@@ -57,9 +58,13 @@ def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     monkeypatch.setattr(join, "_POLL_S", 0.001)
     monkeypatch.setattr(vacancies, "_DESERTED", 0.0002)
 
-    def call(wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9) -> AgentSettings:
+    def call(
+        wait_s: float = 3.0, start: int | None = 2, max_restarts: int = 9, ranks: int | None = None
+    ) -> AgentSettings:
         settings = JobSettings.resolve(block(max_restarts=max_restarts), {})
-        return join.prepare(MemberOptions(job="gpt", command=("x",), store="x", settings=settings), start, wait_s)
+        options = MemberOptions(job="gpt", command=("x",), store="x", settings=settings)
+        starters = None if start is None else join.Starters(start, ranks or start)
+        return join.prepare(options, starters, wait_s)
 
     return call
 
@@ -102,9 +107,26 @@ def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, pre
         spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
         assert spec.world_size == 4 and spec.since is not None
         return
-    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 members"):
+    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 ranks"):
         prepare(start=3)
     assert Keys.SPEC not in etcd.keys
+
+
+def test_fewer_members_than_ranks_are_a_number_that_all_have(etcd: Etcd, prepare: Prepare) -> None:
+    found = prepare(start=3, ranks=4)
+    assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
+    spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
+    assert (spec.world_size, spec.starters) == (4, 3)
+    with pytest.raises(ConfigError, match="--ranks 5: job 'gpt' at x was started with 4 ranks"):
+        prepare(start=3, ranks=5)
+    with pytest.raises(ConfigError, match="--start 2: job 'gpt' at x was started with 3 members"):
+        prepare(start=2, ranks=4)
+    assert prepare(start=3, ranks=4).slot == 1 and prepare(start=None).slot == 2
+
+
+def test_ranks_without_start_are_refused() -> None:
+    done = CliRunner().invoke(main.cli, ["join", "--ranks", "4", __file__])
+    assert isinstance(done.exception, ConfigError) and "--ranks needs --start" in str(done.exception)
 
 
 def test_who_would_go_by_other_settings_does_not_join(etcd: Etcd, prepare: Prepare) -> None:

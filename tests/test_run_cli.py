@@ -407,6 +407,8 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["-n", "3", "--pipelines", "2", __file__], "--pipelines 2 does not divide -n 3"),
+        (["-n", "2", "--ranks", "5", "--pipelines", "2", __file__], "--pipelines 2 does not divide --ranks 5"),
+        (["-n", "3", "--ranks", "2", __file__], "--ranks 2 is less than -n 3"),
         (["-n", "1", "--job", "a/b", "x.py"], "job name 'a/b' is not usable"),
         (["-n", "1", "x.py", "--deepspeed_config", "/does/not/exist"], "does not exist"),
         (["-n", "1", "--events", "/does/not/exist/e", __file__], "/does/not/exist"),

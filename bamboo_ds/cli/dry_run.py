@@ -19,12 +19,14 @@ from rich.table import Table
 
 from ..config import config_path_from_argv
 from ..control.agent.command import place_variables
+from ..control.leader.boundary import policy_of
 from ..control.settings import MemberOptions
 from ..launchers.network import LOOPBACK
 from ..launchers.run import LocalSlots
 from ..observe.words import counted
 from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
 from ..topology.memory import StateBytes
+from ..topology.planner import plan as best_plan
 from ..topology.room import member_bytes
 from .building import Built
 from .doctor import Finding, Patient, examine
@@ -84,13 +86,13 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         click.echo(f"plan: {size}; how many stages there are only the script knows")
         return
     pipelines = built.pipelines if built.unknown is None else slots.pipelines or 1
-    stages = built.stages if built.unknown is None else workers // pipelines
+    stages = built.stages if built.unknown is None else slots.world_size // pipelines
     layout = Layout(pipelines * built.slices, stages, slices=built.slices)
     here = socket.gethostname()
     limit = options.bamboo.topology.memory_limit
     members = [
-        Candidate(f"m{slot}", slot, slots.host_of(slot) or here, options.zone, slot, memory=limit)
-        for slot in range(workers)
+        Candidate(f"m{slot}", slot, slots.host_of(slot) or here, options.zone, ranks[0], memory=limit)
+        for slot, ranks in slots.started_by().items()
     ]
     redundancy = options.bamboo.redundancy
     state = StateBytes(
@@ -103,11 +105,20 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
     )
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
-    first, apart = initial_plan([m.id for m in members]), options.bamboo.topology.zones_apart
-    plan = with_redundancy(first, layout, redundancy.mode.replicas, members, memory, apart)
+    first, apart = initial_plan([f"m{rank}" for rank in range(layout.size)]), options.bamboo.topology.zones_apart
+    further = slots.world_size - workers
+    if further:
+        laid_out = with_redundancy(first, layout, False, memory=memory)
+        policy = policy_of(layout, redundancy.mode.replicas, options.bamboo)
+        plan = best_plan(laid_out, members, policy=policy, holders={})
+    else:
+        plan = with_redundancy(first, layout, redundancy.mode.replicas, members, memory, apart)
     sliced = f" of {built.slices} slices" if built.slices > 1 else ""
     shape = f"{counted(pipelines, 'pipeline')} of {counted(stages, 'stage')}{sliced}"
     click.echo(f"plan: {shape} on {size}, redundancy {redundancy.mode.value}")
+    if further:
+        words = counted(further, "further worker")
+        click.echo(f"so once the job runs: until then members start {words} for the ranks beyond their first")
     table = Table(box=None)
     for column in ("member", "host", "owns", "shadows"):
         table.add_column(column)
@@ -187,7 +198,8 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 def _environment(address: str, slots: LocalSlots) -> dict[str, str]:
     """What a worker of rank 0 is told."""
-    told = place_variables(0, slots.workers, address, 29500) | {"RANK": "0", "WORLD_SIZE": str(slots.workers)}
+    size = str(slots.world_size)
+    told = place_variables(0, size, address, 29500) | {"RANK": "0", "WORLD_SIZE": size}
     if slots.pipelines is not None:
         told["BAMBOO_PIPELINES"] = str(slots.pipelines)
     return told if "OMP_NUM_THREADS" in os.environ else {**told, "OMP_NUM_THREADS": "1"}

@@ -40,8 +40,10 @@ from .logs import logs_command
 from .options import (
     MEASURED,
     block_of,
+    check_ranks,
     member_options,
     new_job,
+    ranks_option,
     running_job,
     started,
     variable_option,
@@ -102,7 +104,8 @@ def cli() -> None:
 
 @cli.command(context_settings={"allow_interspersed_args": False}, epilog=_EXIT_CODES)
 @click.option("-n", "--workers", type=click.IntRange(min=1), required=True, help="Number of local workers.")
-@click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the workers.")
+@ranks_option("-n")
+@click.option("--pipelines", type=click.IntRange(min=1), help="Number of pipelines; must divide the ranks.")
 @new_job
 @click.option("--prefix-output", is_flag=True, help="Begin each line of output with its slot.")
 @click.option(
@@ -121,6 +124,7 @@ def run(
     member: MemberOptions,
     store: str,
     workers: int,
+    ranks: int | None,
     pipelines: int | None,
     logs: str | None,
     config: str | None,
@@ -131,10 +135,12 @@ def run(
     quiet: bool,
 ) -> None:
     """Run SCRIPT with ARGUMENTS on N local workers that survive the loss of any of them."""
-    if pipelines is not None and workers % pipelines:
-        raise ConfigError(f"--pipelines {pipelines} does not divide -n {workers}")
+    check_ranks(ranks, "-n", workers)
+    if pipelines is not None and (ranks or workers) % pipelines:
+        size = f"-n {workers}" if ranks is None else f"--ranks {ranks}"
+        raise ConfigError(f"--pipelines {pipelines} does not divide {size}")
     member = replace(member, job=member.job or jobs.random_name(), store=store, address=member.address or LOOPBACK)
-    slots = LocalSlots(workers, pipelines, emulate_hosts)
+    slots = LocalSlots(workers, ranks, pipelines, emulate_hosts)
     if dry_run:
         from .dry_run import tell
 
@@ -193,6 +199,7 @@ def launch_command(
     metavar="N",
     help="If nobody has started the job, the first N members that come this way do.",
 )
+@ranks_option("--start")
 @click.option("--host", help="Failure domain of this slot.  [default: the host's name]")
 @click.option("--zone", default="", help="Availability zone of this host, for the placement of replicas.")
 @click.option(
@@ -207,6 +214,7 @@ def join(
     member: MemberOptions,
     store: str | None,
     start: int | None,
+    ranks: int | None,
     host: str | None,
     zone: str,
     wait_s: float,
@@ -219,9 +227,10 @@ def join(
     The worker builds its engine, catches up with the job and is admitted between two iterations, as a standby or with
     the stages that the plan gives to it. This command ends with the worker.
     """
-    from ..launchers.join import become_agent, prepare
+    from ..launchers.join import Starters, become_agent, prepare
     from ..launchers.network import address_towards
 
+    check_ranks(ranks, "--start", start)
     location = jobs.locate(member.job or None, store)
     here = jobs.find(location.job)
     known = here if here is not None and here.store == location.store else None
@@ -240,7 +249,8 @@ def join(
     options = with_logs(options, logs)
     if not quiet:
         Sink(2).write(marked(banner(options, "a member joins", location.store)))
-    become_agent(prepare(options, start, wait_s, tells=not quiet))
+    starters = None if start is None else Starters(start, ranks or start)
+    become_agent(prepare(options, starters, wait_s, tells=not quiet))
 
 
 cli.add_command(plan)

@@ -109,6 +109,30 @@ def setting_option(name: str) -> Callable[[Command], Command]:
     return variable_option(option, **told) if option in _VARIABLES else click.option(option, **told)
 
 
+def ranks_option(members: str) -> Callable[[Command], Command]:
+    """How many ranks a job has; ``members`` is the option that says how many members start it."""
+    return click.option(
+        "--ranks",
+        type=click.IntRange(min=1),
+        metavar="R",
+        help="Ranks (stages times pipelines), if there are more than members that start the job; so many can share the "
+        f"work.  [default: {members}]",
+    )
+
+
+def check_ranks(ranks: int | None, option: str, members: int | None) -> None:
+    """Raise :class:`ConfigError` if that many ``members``, which ``option`` gives, cannot start so many ``ranks``."""
+    if ranks is None:
+        return
+    if members is None:
+        raise ConfigError(f"--ranks needs {option}: the job that runs already has its number of ranks")
+    if ranks < members:
+        raise ConfigError(
+            f"--ranks {ranks} is less than {option} {members}: a member has at least one; take {option} {ranks}, and "
+            "let the others join"
+        )
+
+
 def together(*options: Callable[[Command], Command]) -> Callable[[Command], Command]:
     """Several options as one decorator, in this order."""
 

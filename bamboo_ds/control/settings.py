@@ -65,11 +65,12 @@ class MemberOptions:
         """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
         build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"})
 
-    def record(self, world_size: int, pipelines: int | None = None) -> JobRecord:
-        """What etcd keeps of a job that begins now."""
+    def record(self, world_size: int, pipelines: int | None = None, starters: int | None = None) -> JobRecord:
+        """What etcd keeps of a job that begins now; the arguments are fields of the record."""
         return JobRecord(
             job=self.job,
             world_size=world_size,
+            starters=starters,
             pipelines=pipelines,
             command=self.command,
             settings=self.settings.public(),
@@ -83,10 +84,10 @@ class AgentSettings(MemberOptions):
 
     Attributes:
         slot: number of the slot, unique in the job.
-        home: ``RANK`` of the worker of a slot that joins a running job; ``None``: the slot is there from the start,
-            its number is the rank.
+        home: ``RANK`` of the worker; ``None``: the slot is there from the start, its number is the rank.
         feeder: the worker only draws batches. Another agent has started this one, which ends with it.
-        world_size: number of slots at the start.
+        device: which of the host's devices, in turn, are the slot's; ``None``: those of its rank.
+        world_size: number of ranks.
         parent_pid: process id of the launcher.
         master_port: ``MASTER_PORT`` for jobs that do not use bamboo's groups.
         pipelines: number of pipelines that the user asked for, if any.
@@ -114,6 +115,7 @@ class AgentSettings(MemberOptions):
     result_fd: int | None = None
     state_file: str | None = None
     home: int | None = None
+    device: int | None = None
     feeder: bool = False
     guest: bool = False
     generation: int | None = None

@@ -7,7 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from typing import NoReturn
 
 from tenacity import Retrying, retry_if_exception, retry_if_result, stop_after_delay, wait_fixed
@@ -16,6 +16,7 @@ from ..control.leader.restarts import unstarted_plan
 from ..control.registry.access import check_secret, open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror, read_plan
+from ..control.registry.records import JobRecord
 from ..control.registry.vacancies import Desertion, Vacancy, find_vacancy, is_over
 from ..control.settings import AgentSettings, MemberOptions, in_slot
 from ..errors import ConfigError, JobOver, LaunchError, StoreUnavailable
@@ -32,20 +33,33 @@ _TIMEOUT_S = 10.0
 _POLL_S = 0.2
 
 
+@dataclass(frozen=True)
+class Starters:
+    """What a member takes part in starting.
+
+    Attributes:
+        members: so many start the job.
+        ranks: number of ranks, at least one for each of them.
+    """
+
+    members: int
+    ranks: int
+
+
 def prepare(
-    options: MemberOptions, start: int | None = None, wait_s: float = 0.0, tells: bool = False
+    options: MemberOptions, start: Starters | None = None, wait_s: float = 0.0, tells: bool = False
 ) -> AgentSettings:
     """What an agent is told that joins the job, with a slot of its own.
 
     Args:
         options: of the member.
-        start: how many members start the job, if nobody has started it; ``None``: it runs already.
+        start: who starts the job, if nobody has started it; ``None``: it runs already.
         wait_s: seconds to wait until etcd answers (with ``start``), and until the job has built its engines.
         tells: the agent tells in the terminal what becomes of its member.
 
     Raises:
-        ConfigError: there is no such job, it was started with another number of members or with other settings, or the
-            sources of notices are wrong.
+        ConfigError: there is no such job, it was started with other numbers of members or ranks or with other settings,
+            or the sources of notices are wrong.
         JobOver: it has ended.
         LaunchError: it has not built its engines within ``wait_s``.
     """
@@ -67,8 +81,8 @@ def prepare(
     )
 
 
-def begin(store: Store, options: MemberOptions, members: int) -> None:
-    """Unless somebody has started the job, make it one that begins when so many ``members`` have come.
+def begin(store: Store, options: MemberOptions, start: Starters) -> None:
+    """Unless somebody has started the job, make it one that begins when so many members have come.
 
     Several may do this at once. The plan is first, since members that come later go by it.
     """
@@ -78,21 +92,33 @@ def begin(store: Store, options: MemberOptions, members: int) -> None:
         return
     if not options.secret:
         logger.warning(WITHOUT_SECRET)
-    put_once(store, Keys.PLAN, unstarted_plan(members, options.bamboo.fence_s).to_json(), given={Keys.SPEC: 0})
+    put_once(store, Keys.PLAN, unstarted_plan(start.ranks, options.bamboo.fence_s).to_json(), given={Keys.SPEC: 0})
     entry = store.get(Keys.PLAN)
     if entry is None:
         return  # others have given the job up
-    _check_number(read_plan(entry), options, members)  # another one may have been faster
-    put_once(store, Keys.SPEC, options.record(members).to_json())
+    _check_ranks(read_plan(entry), options, start)  # another one may have been faster
+    starters = None if start.members == start.ranks else start.members
+    put_once(store, Keys.SPEC, options.record(start.ranks, starters=starters).to_json())
 
 
-def _check_number(plan: Plan, options: MemberOptions, start: int | None) -> None:
-    """Raise :class:`ConfigError` if the job was started with another number of members."""
-    if start not in (None, len(plan.owners)):
-        raise ConfigError(
-            f"--start {start}: job {options.job!r} at {options.store} was started with {len(plan.owners)} "
-            "members, which does not change; take that number, or another name for a new job"
-        )
+def _check_ranks(plan: Plan, options: MemberOptions, start: Starters) -> None:
+    """Raise :class:`ConfigError` if the job was started with another number of ranks."""
+    if start.ranks != len(plan.owners):
+        given = f"--start {start.members}" if start.members == start.ranks else f"--ranks {start.ranks}"
+        raise _differs(given, options, f"{len(plan.owners)} ranks")
+
+
+def _check_members(job: JobRecord, options: MemberOptions, start: Starters) -> None:
+    """Raise :class:`ConfigError` if others wait for another number of members."""
+    if start.members != (members := job.starters or job.world_size):
+        raise _differs(f"--start {start.members}", options, f"{members} members")
+
+
+def _differs(given: str, options: MemberOptions, by: str) -> ConfigError:
+    return ConfigError(
+        f"{given}: job {options.job!r} at {options.store} was started with {by}, which does not change; take that "
+        "number, or another name for a new job"
+    )
 
 
 class Arrival:
@@ -110,7 +136,7 @@ class Arrival:
         self,
         store: Store,
         options: MemberOptions,
-        start: int | None,
+        start: Starters | None,
         waits: bool,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -140,7 +166,9 @@ class Arrival:
         plan, job = mirror.plan, mirror.job
         if plan is None or job is None:
             return None
-        _check_number(plan, options, self._start)
+        if self._start is not None:
+            _check_ranks(plan, options, self._start)
+            _check_members(job, options, self._start)
         self.settings = job.settings.of_member(options.settings)
         restarts = self.settings.values.recovery.max_restarts > 0
         if plan.unheld and not restarts:

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
+from ..control.leader.restarts import assign
 from ..control.settings import MemberOptions, in_slot
 from ..errors import EXIT_FATAL_LOSS
 from ..observe.events import Event, RunStarted
@@ -23,13 +24,24 @@ class LocalSlots:
 
     Attributes:
         workers: their number.
+        ranks: number of ranks, at least one for each slot; ``None``: as many.
         pipelines: number of pipelines, if the user has said it.
         hosts: number of hosts that the slots are said to be on; ``None``: the one that they are on.
     """
 
     workers: int
+    ranks: int | None = None
     pipelines: int | None = None
     hosts: int | None = None
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks."""
+        return self.workers if self.ranks is None else self.ranks
+
+    def started_by(self) -> dict[int, tuple[int, ...]]:
+        """The ranks whose workers each slot starts."""
+        return assign(range(self.workers), self.world_size)
 
     def host_of(self, slot: int) -> str | None:
         """The host that ``slot`` is said to be on; ``None``: the one that it is on."""
@@ -59,11 +71,15 @@ class Launcher(JobOwner):
     def _start(self, state_file: str, stack: ExitStack) -> None:
         options, local = self._options, self._local
         port = free_port(options.address)
-        for slot in range(local.workers):
+        further = iter(range(local.workers, local.world_size))  # slots of second workers, and so on
+        for slot, ranks in local.started_by().items():
             agent = in_slot(
                 replace(options, host=local.host_of(slot) or options.host),
                 slot=slot,
-                world_size=local.workers,
+                home=None if ranks[0] == slot else ranks[0],
+                device=None if local.ranks is None else slot,
+                extra={rank: next(further) for rank in ranks[1:]},
+                world_size=local.world_size,
                 parent_pid=os.getpid(),
                 master_port=port,
                 pipelines=local.pipelines,

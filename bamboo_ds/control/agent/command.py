@@ -50,9 +50,9 @@ def observed(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path = _GPUS) -> int:
-    """``LOCAL_RANK`` of a worker: on a host with GPUs they go round by rank.
+    """``LOCAL_RANK`` of a worker: on a host with GPUs they go round, by :attr:`~AgentSettings.device` or by rank.
 
-    So a member that joins as a lost rank gets the GPU of that one, and what scripts expect, Megatron among them.
+    By rank a member that joins as a lost rank gets the GPU of that one, and what scripts expect, Megatron among them.
 
     Args:
         environ: where ``CUDA_VISIBLE_DEVICES`` may be.
@@ -63,7 +63,8 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
         count = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
     else:
         count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
-    return settings.rank % count if count else settings.rank
+    number = settings.rank if settings.device is None else settings.device
+    return number % count if count else number
 
 
 def place_variables(rank: int, size: int | str, address: str, port: int) -> dict[str, str]:

@@ -84,10 +84,10 @@ class Decider:
         for departure in view.left.values():
             if departure.outcome != "finished":
                 return _stop_after(departure, "was lost before the job had started")
-        slots = {member.slot: member.id for member in in_slot_order(view.members.values()) if not member.joiner}
-        if len(slots) < view.world_size:
+        workers = {member.home: member.id for member in in_slot_order(view.members.values()) if not member.joiner}
+        if len(workers) < view.world_size:
             return Wait()
-        return WritePlan(initial_plan([slots[slot] for slot in sorted(slots)]), "all members are there")
+        return WritePlan(initial_plan([workers[rank] for rank in sorted(workers)]), "all members are there")
 
     def _keep(self, view: View, plan: Plan, now: float) -> Action:
         absent = [m for m in plan.members if m not in view.members and not view.finished(m)] + vanished(view, plan)

@@ -218,7 +218,7 @@ class Leader:
         self._assigned = record.generation
         slots = sorted(record.ranks)
         if record.generation == 0:
-            self._emit(RunStarted, 0, members=self._world_size, command=list(self._settings.command))
+            self._emit(RunStarted, 0, members=len(slots), command=list(self._settings.command))
             return
         logger.warning(
             "restart %d on slots %s, from %s", record.generation, slots, record.checkpoint or "the beginning"

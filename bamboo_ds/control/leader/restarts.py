@@ -6,7 +6,8 @@ where there are too few. When all are registered it writes their first plan, as 
 beyond the first of a member give their roles away as soon as the job runs. A loss on the way is one more fatal loss.
 
 The first start of a job whose members come one by one (``bamboo join --start N``) is such a start as well, number 0,
-after a plan in which nobody has ever held anything: :func:`unstarted_plan`. It waits for N members.
+after a plan in which nobody has ever held anything: :func:`unstarted_plan`. It waits for N members, of which there may
+be fewer than ranks.
 
 Workers that nobody has seen end may train on where etcd is out of their reach. A restart waits until they commit
 nothing any more: :mod:`bamboo_ds.control.fencing`.
@@ -25,7 +26,7 @@ from ...topology import Plan
 from ...topology.plan import UNSTARTED
 from ...topology.planner import initial_plan
 from ..fencing import restart_wait_s
-from ..registry.records import MemberRecord, RestartRecord, in_slot_order, newest
+from ..registry.records import RestartRecord, newest
 from .actions import Assign, StopJob, Wait, WritePlan
 from .view import View
 
@@ -43,9 +44,9 @@ class RestartLimits:
     start_s: float = 300.0
 
 
-def assign(waiting: Sequence[MemberRecord], world_size: int) -> dict[int, tuple[int, ...]]:
+def assign(slots: Sequence[int], world_size: int) -> dict[int, tuple[int, ...]]:
     """The ranks whose workers each slot starts: all of them, neighbours together where slots are few."""
-    slots = [record.slot for record in in_slot_order(waiting)][:world_size]
+    slots = sorted(slots)[:world_size]
     bounds = [i * world_size // len(slots) for i in range(len(slots) + 1)]
     return {slot: tuple(range(bounds[i], bounds[i + 1])) for i, slot in enumerate(slots)}
 
@@ -121,14 +122,14 @@ class Restarts:
             return StopJob(EXIT_FATAL_LOSS, why)
         wanted, setting = self._settings.min_members, "bamboo.recovery.min_members"
         if plan.generation == UNSTARTED:
-            wanted, setting = view.world_size, "--start"
+            wanted, setting = view.starters or view.world_size, "--start"
         if len(waiting) < wanted:
             return Wait(None, f"{len(waiting)} of {setting} = {wanted} are there")
         saved = newest(view.progress.values(), saved=True)
         record = RestartRecord(
             generation=(plan if previous is None else previous).generation + 1,
             after_epoch=plan.epoch,
-            ranks=assign(waiting, view.world_size),
+            ranks=assign([record.slot for record in waiting], view.world_size),
             checkpoint=saved.checkpoint if saved else None,
             step=step,
             global_step=last.global_step if last else None,

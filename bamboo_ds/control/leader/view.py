@@ -48,7 +48,8 @@ class View:
     """The job as the leader sees it.
 
     Attributes:
-        world_size: number of slots at the start.
+        world_size: number of ranks.
+        starters: members that start a job whose members come one by one.
         plan: the newest plan.
         members: living members by id.
         known: members by id, living or gone, as they were last.
@@ -83,6 +84,7 @@ class View:
     progress: Mapping[str, ProgressRecord] = field(default_factory=dict)
     restart: RestartRecord | None = None
     settings: JobSettings | None = None
+    starters: int | None = None
 
     @classmethod
     def of(
@@ -106,6 +108,7 @@ class View:
             progress=mirror.progress,
             restart=mirror.restart,
             settings=None if mirror.job is None else mirror.job.settings,
+            starters=None if mirror.job is None else mirror.job.starters,
         )
 
     def candidates(self, plan: Plan, leaving: Collection[str] = ()) -> dict[str, Candidate]:

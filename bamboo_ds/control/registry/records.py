@@ -60,12 +60,15 @@ class JobRecord(Record):
     """``spec``: what the launcher, or the first member of a job without one, was asked for.
 
     Attributes:
+        world_size: number of ranks.
+        starters: members that start a job whose members come one by one; ``None``: one for each rank.
         settings: what the job goes by.
         since: when it was written, in UTC.
     """
 
     job: str
     world_size: int
+    starters: int | None = None
     pipelines: int | None = None
     command: tuple[str, ...] = ()
     settings: JobSettings = JobSettings()
