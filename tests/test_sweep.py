@@ -52,7 +52,7 @@ def test_arrangements_are_those_that_nodes_layers_and_samples_allow() -> None:
     assert sorted(arrangements(small(), 6, None, None)) == [(1, 2), (1, 3), (1, 4), (2, 2), (2, 3), (3, 2)]
     for pipelines, stages in ((5, 2), (None, 9)):
         with pytest.raises(
-            ConfigError, match="--pipelines, --stages: no job has these: there are 6 nodes at most and 4"
+            ConfigError, match="--pipelines, --stages: no job has these: there are 6 roles at most and 4"
         ):
             arrangements(small(), 6, pipelines, stages)
     with pytest.raises(ConfigError, match="4 micro-batches evenly, of which each has no fewer than stages"):
@@ -86,9 +86,10 @@ def test_no_setup_is_cheaper_than_the_one_that_is_found() -> None:
     here = offer(profile=small(layers=(layer,), global_batch=6))
     every: dict[Setup, PolicyReport] = {}
     alone = sweep(here)
-    for pipelines, stages in arrangements(here.profile, 4, None, None):
+    for pipelines, stages in arrangements(here.profile, 6, None, None):
+        least = min(4, pipelines * stages)
         for policy in OWN:
-            for blocks, count in [("auto", n) for n in range(pipelines * stages, 5)] + [(1, pipelines * stages)]:
+            for blocks, count in [("auto", n) for n in range(least, 5)] + [(1, least)]:
                 size = {"pipelines": pipelines, "stages": stages, "nodes": count}
                 setup = Setup(policy=policy, instance="node", blocks=blocks, **size)
                 every[setup] = alone._job(setup).saving(alone._interval_s(setup, 2.0)).alone(policy)
@@ -300,7 +301,7 @@ GPT, A = ["--profile", "gpt-2"], "a,spot=1,on-demand=2"
         ([*GPT, "--instance", f"{A},rate=0.1"], TRACE, "--rate: only for a --climate"),
         ([*GPT, "--instance", f"{A},trace={__file__}"], TRACE, "--trace: every --instance has its own trace"),
         ([*GPT, "--instance", f"{A},climate=ec2-p3,nodes=9", "--nodes", "8"], None, "--nodes: every --instance has"),
-        ([*GPT, "--sweep", "--pipelines", "3"], TRACE, "--pipelines, --stages: no job has these: there are 4 nodes"),
+        ([*GPT, "--sweep", "--pipelines", "3"], TRACE, "--pipelines, --stages: no job has these: there are 6 roles"),
         ([*GPT, "--sweep", "--events", "e.jsonl"], TRACE, "--events: those of one job, and a --sweep tries many"),
         ([*GPT, "--at-least", "3"], TRACE, "several --instance, and --at-least: only with --sweep"),
     ],

@@ -45,10 +45,12 @@ def show_sweep(swept: Swept, again: str | None) -> None:
     click.echo("Simulated, not measured: no run on a real cloud has shown these figures to be right.")
     if swept.paste is not None:
         joining = f"; {swept.paste.joining} more may join" if swept.paste.joining else ""
+        ranks = f", --ranks {swept.paste.ranks}" if swept.paste.ranks > swept.paste.members else ""
         steps = counted(swept.paste.save_every_steps, "step")
         click.echo(
-            f"\nTo run the first one: {swept.paste.members} members{joining}, num_stages={swept.paste.num_stages}, a"
-            f" checkpoint every\n{steps}, and in ds_config.json\n{json.dumps(swept.paste.ds_config, indent=2)}"
+            f"\nTo run the first one: {swept.paste.members} members{ranks}{joining}, num_stages="
+            f"{swept.paste.num_stages}, a checkpoint every\n{steps}, and in ds_config.json\n"
+            f"{json.dumps(swept.paste.ds_config, indent=2)}"
         )
     if again is not None:
         click.echo(f"\nWith that file the same is simulated by\n{again}")

@@ -58,8 +58,8 @@ class Setup(_OfSweep):
 
     @property
     def spares(self) -> int:
-        """Nodes that are rented beyond those that the roles need, where there are so many."""
-        return max(0, self.nodes - self.arranged.size)
+        """Nodes that are rented beyond the number of roles, where there are so many; negative: fewer than roles."""
+        return self.nodes - self.arranged.size
 
     @property
     def mode(self) -> RedundancyMode | None:
@@ -118,6 +118,7 @@ class Paste(_OfSweep):
     """How to run a job with a setup."""
 
     members: int = Field(description="-n of bamboo run, or ranks of another launcher")
+    ranks: int = Field(description="--ranks of bamboo run, if that is more")
     joining: int = Field(description="further members that may join")
     num_stages: int
     save_every_steps: int
@@ -173,8 +174,9 @@ def paste(ranked: Ranked, config: BambooConfig, profile: Profile) -> Paste:
         BLOCK: block(setup, config, profile),
     }
     return Paste(
-        members=setup.arranged.size,
-        joining=setup.spares,
+        members=min(setup.nodes, setup.arranged.size),
+        ranks=setup.arranged.size,
+        joining=max(0, setup.spares),
         num_stages=setup.stages,
         save_every_steps=ranked.checkpoint_steps or 1,
         ds_config=settings,

@@ -35,11 +35,14 @@ SHARE = 0.8
 #: Numbers of stages that are tried: all small ones, then fewer and fewer.
 _STAGES = (*range(2, 9), 10, 12, 16, 20, 24, 32, 40, 48, 64, 80, 96, 128)
 #: Arrangements of each policy that are simulated: so many that are fast enough, so many at most.
-_ARRANGED, _MOST = 3, 6
+_ARRANGED, _MOST = 4, 7
 #: By the closed form arrangements may be slower than is asked for, by this share.
 _SLACK = 0.9
 #: Members that are rented beyond those that the roles need, as a share of these. More than one cannot compute.
 _SPARES = (0.25, 1.0)
+#: Roles of a job of this package are at most so many times the nodes: a job with fewer members than roles evens out
+#: what is left to do, and one with more needs blocks to do so.
+_ROLES = 1.5
 #: Of all nodes so many shares are tried as what checkpoint-restart rents at most.
 _SHARES = 8
 
@@ -154,7 +157,8 @@ class Sweep:
         speeds: dict[Arranged, tuple[float, float | None]] = {}
         for name, whole in self.types.items():
             market = whole.market(0)
-            for pipelines, stages in arrangements(whole.profile, market.most, self.pipelines, self.stages):
+            most = math.floor(_ROLES * market.most)
+            for pipelines, stages in arrangements(whole.profile, most, self.pipelines, self.stages):
                 stock, arranged = whole.stock.arrangement(pipelines, stages), Arranged(name, pipelines, stages)
                 share = market.rented(arranged.size).node_seconds / market.seconds / arranged.size
                 price = arranged.size * whole.terms.spot_price
@@ -171,10 +175,14 @@ class Sweep:
         return found
 
     def _fits(self, policy: str, arranged: Arranged) -> bool:
-        """Whether devices have the memory, with a member for each role; jobs of other policies tell it themselves."""
+        """Whether devices have the memory, with as many members as can have a role; jobs of other policies need a
+        node for each, and tell it themselves.
+        """
         whole = self.types[arranged.instance]
-        setup = Setup(policy=policy, blocks=1, nodes=arranged.size, **arranged._asdict())
-        if setup.mode is None or whole.profile.memory_bytes is None:
+        setup = Setup(policy=policy, blocks=1, nodes=self._nodes(arranged), **arranged._asdict())
+        if setup.mode is None:
+            return setup.nodes == arranged.size
+        if whole.profile.memory_bytes is None:
             return True
         need = self._need(setup)
         if need > whole.profile.memory_bytes:
@@ -182,10 +190,14 @@ class Sweep:
         return need <= whole.profile.memory_bytes
 
     def _need(self, setup: Setup) -> float:
-        """Bytes of a device with its role, and its replica if there are any, which it is not bounded by."""
+        """Bytes of a device with its roles, and its replicas if there are any, which it is not bounded by."""
         whole, arranged = self.types[setup.instance], setup.arranged
         size = {"pipelines": arranged.pipelines, "stages": arranged.stages}
-        return whole.but(config=setup.config(whole.config), **size).need(arranged.size)
+        return whole.but(config=setup.config(whole.config), **size).need(min(setup.nodes, arranged.size))
+
+    def _nodes(self, arranged: Arranged) -> int:
+        """How many of the nodes can have a role."""
+        return min(arranged.size, self.types[arranged.instance].market(0).most)
 
     def _climb(self, policy: str, among: Sequence[Arranged]) -> None:
         """Simulate arrangements in a policy, then the best of them with whole stages, and with spare nodes."""
@@ -193,7 +205,8 @@ class Sweep:
         for arranged in among[:_MOST]:
             if sum(each.fast_enough for each in self._ranking() if each.setup.policy == policy) >= _ARRANGED:
                 break
-            self._simulate(Setup(policy=policy, blocks=blocks, nodes=arranged.size, **arranged._asdict()), 1)
+            nodes = self._nodes(arranged)
+            self._simulate(Setup(policy=policy, blocks=blocks, nodes=nodes, **arranged._asdict()), 1)
         if blocks is not None and among:
             self._simulate(self._firsts()[policy].setup.model_copy(update={"blocks": 1}), 1)
         for share in _SPARES if among else ():
@@ -295,11 +308,11 @@ def swept_policies(names: Iterable[str]) -> list[str]:
 
 
 def arrangements(profile: Profile, most: int, pipelines: int | None, stages: int | None) -> list[tuple[int, int]]:
-    """Pipelines and stages that so many nodes, the layers and the samples allow.
+    """Pipelines and stages that so many roles, the layers and the samples allow.
 
     Args:
         profile: of the model.
-        most: nodes.
+        most: roles.
         pipelines, stages: the only ones that are wanted; ``None``: any.
 
     Raises:
@@ -316,7 +329,7 @@ def arrangements(profile: Profile, most: int, pipelines: int | None, stages: int
     ]
     if not found and (pipelines or stages):
         raise ConfigError(
-            f"--pipelines, --stages: no job has these: there are {most} nodes at most and {layers} layers, and"
+            f"--pipelines, --stages: no job has these: there are {most} roles at most and {layers} layers, and"
             f" pipelines share {whole} micro-batches evenly, of which each has no fewer than stages"
         )
     return found
