@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import json
 import os
 import select
@@ -126,7 +127,8 @@ class Forked:
     def send_signal(self, signum: int) -> None:
         """Send a signal, unless it has ended."""
         if self.poll() is None:
-            signal.pidfd_send_signal(self._pidfd, signum)
+            with contextlib.suppress(ProcessLookupError):  # it ends now, and its parent has collected it already
+                signal.pidfd_send_signal(self._pidfd, signum)
 
     def terminate(self) -> None:
         """SIGTERM."""
