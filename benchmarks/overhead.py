@@ -31,6 +31,7 @@ from common import (
 )
 from critical import critical_path_line
 from idle import coverage_bounds
+from rich.markup import escape
 from rich.table import Table
 from timeline import breakdown_table, latency_lines
 
@@ -250,7 +251,7 @@ def table(rows: list[Figures]) -> Table:
         "limit",
         "",
     ):
-        result.add_column(column, justify="left" if column in ("training", "mode", "") else "right")
+        result.add_column(escape(column), justify="left" if column in ("training", "mode", "") else "right")
     for row in rows:
         result.add_row(
             str(row.stages),

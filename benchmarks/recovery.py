@@ -38,6 +38,7 @@ from common import (
     wall,
     write_config,
 )
+from rich.markup import escape
 from rich.table import Table
 
 STAGES, MICRO_BATCHES, BATCH, WIDTH = 4, 8, 16, 256
@@ -198,7 +199,7 @@ def table(kills: list[Kill], normal_s: float) -> tuple[Table, list[dict[str, Any
     """The summary, for people and for JSON."""
     view = Table(title=f"{len(kills)} kills, {STAGES} workers (real CPU model, iteration {normal_s * 1000:.0f} ms)")
     for column in ("since the SIGKILL [ms]", "p50", "p95", "max", "limit p95", ""):
-        view.add_column(column, justify="left" if column in ("", "since the SIGKILL [ms]") else "right")
+        view.add_column(escape(column), justify="left" if column in ("", "since the SIGKILL [ms]") else "right")
     rows = []
     for name, value, limit in FIGURES:
         figures = summary([value(kill) for kill in kills])
@@ -213,7 +214,7 @@ def against_table(mine: list[dict[str, Any]], theirs: list[dict[str, Any]], name
     """Ratios of two summaries."""
     view = Table(title=f"this checkout / {name}, {STAGES} workers, the same kills in turn")
     for column in ("since the SIGKILL", "p50", "p95", "max"):
-        view.add_column(column, justify="right" if column.startswith(("p", "m")) else "left")
+        view.add_column(escape(column), justify="right" if column.startswith(("p", "m")) else "left")
     for own, other in zip(mine, theirs, strict=True):
         view.add_row(own["name"], *(f"{own[key] / other[key]:.2f}" for key in ("p50", "p95", "max")))
     return view

@@ -205,6 +205,7 @@ def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
         result = run_bamboo(folder, 4, [*command, "--faults", json.dumps(faults)], config)
         events = [e for kind in ("step", "checkpoint_saved", "recovered", "restart") for e in result.events(kind)]
         assert {event["global_step"] - event["step"] for event in events} == {4}
+        assert {event["step"] for event in result.events("checkpoint_saved")} == {2, 4}
         if mode != "none":
             assert_equal(result, undisturbed, faults)
             continue

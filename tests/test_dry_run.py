@@ -155,14 +155,14 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB",
         "state: 16 bytes per parameter of an own stage, 16 of a replica (fp32, Adam); what passes keep comes on top",
     ]
-    whole, built = built, replace(built, stages=3, parameters=(1 << 30, 3 << 30, 1 << 30))
-    code, told = run("--emulate-hosts", "2", "--ranks", "3")
+    whole, built = built, replace(built, stages=4, parameters=(1 << 30, 3 << 30, 1 << 30, 1 << 30))
+    code, told = run("--emulate-hosts", "2", "--ranks", "4")
     assert code == 0 and told[2:-1] == [
-        "plan: 1 pipeline of 3 stages on 2 members, redundancy eager-frc-lazy-brc",
-        "so once the job runs: until then members start 1 further worker for the ranks beyond their first",
+        "plan: 1 pipeline of 4 stages on 2 members, redundancy eager-frc-lazy-brc",
+        "so once the job runs: until then members start 2 further workers for the ranks beyond their first",
         "member host owns shadows parameters own state replicas sum",
-        "m0 emulated-0 (0,0) (0,1) (0,2) 1,073,741,824 16.00 GiB 64.00 GiB 80.00 GiB",
-        "m1 emulated-1 (0,1) (0,2) (0,0) 4,294,967,296 64.00 GiB 16.00 GiB 80.00 GiB",
+        "m0 emulated-0 (0,0) (0,1) (0,2) (0,3) 4,294,967,296 64.00 GiB 32.00 GiB 96.00 GiB",
+        "m1 emulated-1 (0,2) (0,3) (0,0) (0,1) 2,147,483,648 32.00 GiB 64.00 GiB 96.00 GiB",
     ]
     built = whole
     built = replace(built, frozen=(0, 1 << 30), precision="bf16")

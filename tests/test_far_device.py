@@ -155,7 +155,11 @@ def test_the_script_waits_for_no_device_in_an_iteration(
     config = write_config(tmp_path, {"redundancy": {"mode": mode, "sync_every": 2}}, gradient_clipping=0.01)
     result = run_bamboo(tmp_path, 4, ["--stages", "2", "--steps", "4"], config, SUPPORT / "train_syncs.py")
     assert result.exit_code == 0, result.output[-4000:]
-    for file in tmp_path.glob("syncs-*"):
+    files = sorted(tmp_path.glob("syncs-*"))
+    assert len(files) == 4
+    for file in files:
         found = [list(map(int, line.split())) for line in file.read_text().splitlines()[1:]]
         assert [line[0] for line in found] == [0] * 4, found
-        assert all(line[1] for line in found[:-1]), found
+        # Micro-batches that DeepSpeed, or a redundant pass, loads: the first one before that pass.
+        assert max(line[1] for line in found) < 6 * (1 if mode.startswith("lazy") else 2), found
+        assert all(line[2] for line in found[:-1]), found

@@ -107,7 +107,7 @@ def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, pre
         spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
         assert spec.world_size == 4 and spec.since is not None
         return
-    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 ranks"):
+    with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with --start 3 --ranks 4"):
         prepare(start=3)
     assert Keys.SPEC not in etcd.keys
 
@@ -117,9 +117,9 @@ def test_fewer_members_than_ranks_are_a_number_that_all_have(etcd: Etcd, prepare
     assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
     spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
     assert (spec.world_size, spec.starters) == (4, 3)
-    with pytest.raises(ConfigError, match="--ranks 5: job 'gpt' at x was started with 4 ranks"):
+    with pytest.raises(ConfigError, match="--start 3 --ranks 5: job 'gpt' at x was started with --start 3 --ranks 4"):
         prepare(start=3, ranks=5)
-    with pytest.raises(ConfigError, match="--start 2: job 'gpt' at x was started with 3 members"):
+    with pytest.raises(ConfigError, match="--start 2 --ranks 4: job 'gpt' at x was started with --start 3 --ranks 4"):
         prepare(start=2, ranks=4)
     assert prepare(start=3, ranks=4).slot == 1 and prepare(start=None).slot == 2
 

@@ -105,8 +105,10 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
     )
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
-    first, apart = initial_plan([f"m{rank}" for rank in range(layout.size)]), options.bamboo.topology.zones_apart
-    further = slots.world_size - workers
+    apart, owners = options.bamboo.topology.zones_apart, [f"further worker of rank {n}" for n in range(layout.size)]
+    for member in members:
+        owners[member.home] = member.id
+    first, further = initial_plan(owners), slots.world_size - workers
     if further:
         laid_out = with_redundancy(first, layout, False, memory=memory)
         policy = policy_of(layout, redundancy.mode.replicas, options.bamboo)

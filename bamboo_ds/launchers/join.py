@@ -45,6 +45,10 @@ class Starters:
     members: int
     ranks: int
 
+    def __str__(self) -> str:
+        ranks = "" if self.ranks == self.members else f" --ranks {self.ranks}"
+        return f"--start {self.members}{ranks}"
+
 
 def prepare(
     options: MemberOptions, start: Starters | None = None, wait_s: float = 0.0, tells: bool = False
@@ -96,29 +100,19 @@ def begin(store: Store, options: MemberOptions, start: Starters) -> None:
     entry = store.get(Keys.PLAN)
     if entry is None:
         return  # others have given the job up
-    _check_ranks(read_plan(entry), options, start)  # another one may have been faster
+    _check_numbers(options, start, read_plan(entry))  # another one may have been faster
     starters = None if start.members == start.ranks else start.members
     put_once(store, Keys.SPEC, options.record(start.ranks, starters=starters).to_json())
 
 
-def _check_ranks(plan: Plan, options: MemberOptions, start: Starters) -> None:
-    """Raise :class:`ConfigError` if the job was started with another number of ranks."""
-    if start.ranks != len(plan.owners):
-        given = f"--start {start.members}" if start.members == start.ranks else f"--ranks {start.ranks}"
-        raise _differs(given, options, f"{len(plan.owners)} ranks")
-
-
-def _check_members(job: JobRecord, options: MemberOptions, start: Starters) -> None:
-    """Raise :class:`ConfigError` if others wait for another number of members."""
-    if start.members != (members := job.starters or job.world_size):
-        raise _differs(f"--start {start.members}", options, f"{members} members")
-
-
-def _differs(given: str, options: MemberOptions, by: str) -> ConfigError:
-    return ConfigError(
-        f"{given}: job {options.job!r} at {options.store} was started with {by}, which does not change; take that "
-        "number, or another name for a new job"
-    )
+def _check_numbers(options: MemberOptions, start: Starters, plan: Plan, job: JobRecord | None = None) -> None:
+    """Raise :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
+    others = Starters(start.members if job is None else job.starters or job.world_size, len(plan.owners))
+    if start != others:
+        raise ConfigError(
+            f"{start}: job {options.job!r} at {options.store} was started with {others}, which does not change; take "
+            "that, or another name for a new job"
+        )
 
 
 class Arrival:
@@ -167,8 +161,7 @@ class Arrival:
         if plan is None or job is None:
             return None
         if self._start is not None:
-            _check_ranks(plan, options, self._start)
-            _check_members(job, options, self._start)
+            _check_numbers(options, self._start, plan, job)
         self.settings = job.settings.of_member(options.settings)
         restarts = self.settings.values.recovery.max_restarts > 0
         if plan.unheld and not restarts:

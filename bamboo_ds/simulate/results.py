@@ -57,6 +57,11 @@ class Setup(_OfSweep):
         return Arranged(self.instance, self.pipelines or 0, self.stages or 0)
 
     @property
+    def members(self) -> int:
+        """Of the nodes those that can own a role."""
+        return min(self.nodes, self.arranged.size)
+
+    @property
     def spares(self) -> int:
         """Nodes that are rented beyond the number of roles, where there are so many; negative: fewer than roles."""
         return self.nodes - self.arranged.size
@@ -87,12 +92,14 @@ class Ranked(_OfSweep):
     figures: PolicyReport
     overhead: float | None = Field(
         None,
-        description="share by which iterations without losses are longer than without redundancy, with a member for"
-        " each role",
+        description="share by which iterations without losses are longer than without redundancy, with as many members"
+        " as can own a role",
     )
-    need_gib: float | None = Field(None, description="memory of a device with a role, or with a role and a replica")
+    need_gib: float | None = Field(
+        None, description="memory of a device with its roles, and with its replicas if there are any"
+    )
     checkpoint_s: float | None = Field(None, description="seconds between checkpoints, where the sweep has chosen them")
-    checkpoint_steps: int | None = Field(None, description="the same in steps of the job with a member for each role")
+    checkpoint_steps: int | None = Field(None, description="the same in steps of that job")
 
     @property
     def cost(self) -> float | None:
@@ -117,8 +124,8 @@ class Rented(_OfSweep):
 class Paste(_OfSweep):
     """How to run a job with a setup."""
 
-    members: int = Field(description="-n of bamboo run, or ranks of another launcher")
-    ranks: int = Field(description="--ranks of bamboo run, if that is more")
+    members: int = Field(description="-n of bamboo run, --start of bamboo join")
+    ranks: int = Field(description="--ranks of both, if that is more; ranks of another launcher")
     joining: int = Field(description="further members that may join")
     num_stages: int
     save_every_steps: int
@@ -174,7 +181,7 @@ def paste(ranked: Ranked, config: BambooConfig, profile: Profile) -> Paste:
         BLOCK: block(setup, config, profile),
     }
     return Paste(
-        members=min(setup.nodes, setup.arranged.size),
+        members=setup.members,
         ranks=setup.arranged.size,
         joining=max(0, setup.spares),
         num_stages=setup.stages,

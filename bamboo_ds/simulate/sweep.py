@@ -193,7 +193,7 @@ class Sweep:
         """Bytes of a device with its roles, and its replicas if there are any, which it is not bounded by."""
         whole, arranged = self.types[setup.instance], setup.arranged
         size = {"pipelines": arranged.pipelines, "stages": arranged.stages}
-        return whole.but(config=setup.config(whole.config), **size).need(min(setup.nodes, arranged.size))
+        return whole.but(config=setup.config(whole.config), **size).need(setup.members)
 
     def _nodes(self, arranged: Arranged) -> int:
         """How many of the nodes can have a role."""
@@ -251,7 +251,7 @@ class Sweep:
             figures = job.saving(interval_s).alone(setup.policy)
             if (right_s := self._interval_s(setup, figures.restarts)) != interval_s:
                 interval_s, figures = right_s, job.saving(right_s).alone(setup.policy)
-            stretch = job.stretch(setup.arranged.size) if setup.mode else None
+            stretch = job.stretch(setup.members) if setup.mode else None
             self._found[setup] = Ranked(
                 setup=setup,
                 seeds=1,
@@ -268,11 +268,11 @@ class Sweep:
         return whole.but(config=config, pipelines=setup.pipelines or 1, stages=setup.stages or 1, limit=setup.nodes)
 
     def _iteration_s(self, setup: Setup) -> float:
-        """Seconds of an iteration with a member for each role; infinite where that does not fit."""
+        """Seconds of an iteration of as many members as can own a role; infinite where that does not fit."""
         if setup.mode is None:
             stock = self.types[setup.instance].stock.arrangement(*setup.arranged[1:])
             return math.inf if stock is None else stock.seconds
-        stretch = self._job(setup).stretch(setup.arranged.size)
+        stretch = self._job(setup).stretch(setup.members)
         return math.inf if stretch is None else stretch.seconds
 
     def _interval_s(self, setup: Setup, restarts: float | None) -> float:

@@ -16,7 +16,7 @@ A folder after some saves of a job::
         .written-0.json                         role 0 has written all of its files
         .failed-1.json                          role 1 could not
       .bamboo-removing~job~token/               on its way to deletion
-      .bamboo-removing~job~save id/             the member that leads has given the save up
+      .bamboo-removing~job~save id/             the save has failed; until the next one, or the end of the job
       .bamboo-replaced~job~token~step20/        an older checkpoint while another takes its name
       .bamboo-own/job/                          checkpoints of the job's own, in a folder like this one
 

@@ -338,27 +338,8 @@ def _delete(doomed: Path) -> None:
     logger.warning("%s cannot be deleted yet: %s", doomed, problem)
 
 
-def give_up(partial: Path, folder: Path, job: str, save_id: str) -> Path:
-    """Delete the ``partial`` folder of a save that has failed, whether it is there yet or not; raises ``OSError``.
-
-    Returns:
-        :func:`given_up`, an empty folder that stays until the next :func:`clean`.
-    """
-    found = given_up(folder, job, save_id)
-    try:
-        os.rename(partial, found)
-    except FileNotFoundError:
-        found.mkdir(exist_ok=True)
-    for each in list(found.iterdir()):
-        if each.is_dir():
-            shutil.rmtree(each)
-        else:
-            each.unlink()
-    return found
-
-
 def given_up(folder: Path, job: str, save_id: str) -> Path:
-    """What tells members that have yet to enter a save's partial folder that there will be none any more."""
+    """An empty folder: it tells members that have yet to enter a save's partial folder that there will be none."""
     return folder / SEPARATOR.join((REMOVING, job, save_id))
 
 

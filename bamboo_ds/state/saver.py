@@ -27,7 +27,7 @@ from pathlib import Path
 
 from . import publish, spares
 from .checkpoints import CheckpointError, Manifest, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveResult, check_lineage, perform
+from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveRefused, SaveResult, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -254,7 +254,9 @@ class CheckpointSaver:
         if not done:
             self.abort("not written in time when the job ended")
         self._stop(None if done else _EXIT_TIMEOUT_S)
-        for each in self._given_up:  # all know it by now
+        with self._changed:
+            given_up, self._given_up = self._given_up, []
+        for each in given_up:  # all know it by now
             with contextlib.suppress(OSError):
                 each.rmdir()
         self.poll()
@@ -343,13 +345,15 @@ class CheckpointSaver:
                 return self._inherited(save, result, path)
             path = perform(save, self)
         except SaveAborted as error:
-            return replace(result, error=_joined(f"aborted: {error}", self._remove_partial(save)), aborted=True)
+            return replace(result, error=_joined(f"aborted: {error}", _remove_partial(save)), aborted=True)
         except Exception as error:  # told as `checkpoint_failed`; training goes on
             if save.leads and (path := _completed(save)) is not None:
                 return self._inherited(save, result, path)
             logger.debug("checkpoint %s failed", result.tag, exc_info=True)
             text = f"{type(error).__name__}: {error}" if not isinstance(error, OSError) else str(error)
-            return replace(result, error=_joined(text, self._remove_partial(save, failed=True)))
+            if save.leads and not isinstance(error, SaveRefused):
+                self._tell_others(save)
+            return replace(result, error=_joined(text, _remove_partial(save)))
         if path is None:
             return result
         return replace(result, path=path, total=save.total, error=self._tidy(save, path))
@@ -378,20 +382,16 @@ class CheckpointSaver:
             return f"complete, but the folder could not be tidied up: {error}"
         return None
 
-    def _remove_partial(self, save: Save, failed: bool = False) -> str | None:
-        """Free the space at once; files that cannot be removed now are removed at the next save.
-
-        Of an aborted save all members know. That it has ``failed`` the others may have yet to learn.
-        """
-        job = save.record.job
+    def _tell_others(self, save: Save) -> None:
+        """Members that have yet to enter the partial folder learn that it will not be there any more."""
+        told = publish.given_up(save.folder, save.record.job, save.record.save_id)
         try:
-            if save.leads and failed:
-                self._given_up.append(publish.give_up(save.partial, save.folder, job, save.record.save_id))
-            elif save.leads:
-                publish.discard(save.partial, save.folder, job)
-        except OSError as error:
-            return f"its partial folder could not be removed: {error}"
-        return None
+            told.mkdir()
+        except OSError as error:  # no room, say, or no folder at all
+            logger.warning("other members will wait for checkpoint %s: %s", save.record.tag, error)
+            return
+        with self._changed:
+            self._given_up.append(told)
 
     # -- what the running save asks (see writer.Control) ---------------------------------------------------
 
@@ -431,6 +431,16 @@ def _completed(save: Save) -> Path | None:
     except CheckpointError:
         return None
     return path if manifest.save_id == save.record.save_id else None
+
+
+def _remove_partial(save: Save) -> str | None:
+    """Free the space at once; files that cannot be removed now are removed at the next save."""
+    try:
+        if save.leads:
+            publish.discard(save.partial, save.folder, save.record.job)
+    except OSError as error:
+        return f"its partial folder could not be removed: {error}"
+    return None
 
 
 def _joined(text: str, more: str | None) -> str:

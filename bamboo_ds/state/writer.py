@@ -58,6 +58,10 @@ class SaveAborted(BambooError, RuntimeError):
     """The job itself has given the save up; the folder is in order."""
 
 
+class SaveRefused(CheckpointError):
+    """Nothing may be written into its folder."""
+
+
 @dataclass(frozen=True)
 class SaveResult:
     """Outcome of a save on this member.
@@ -268,9 +272,9 @@ def _enter(save: Save, control: Control) -> None:
 
 
 def check_lineage(save: Save) -> None:
-    """Raise :class:`CheckpointError` if the job has been started again since, and its new workers have begun there."""
+    """Raise :class:`SaveRefused` if the job has been started again since, and its new workers have begun there."""
     if is_over(save.folder, save.record.lineage):
-        raise CheckpointError(
+        raise SaveRefused(
             f"the job has been started again since (this worker is of generation {save.record.generation}): "
             f"it may not write into {save.folder} any more"
         )
@@ -292,7 +296,7 @@ def _check_folder(save: Save) -> None:
         there = next(path for path in (save.folder, *save.folder.parents) if path.exists())
         lost = known.newest is not None and not known.newest.exists()
         if lost and os.stat(there).st_dev != known.device:
-            raise CheckpointError(f"{save.folder} is on another file system than before: is it mounted?")
+            raise SaveRefused(f"{save.folder} is on another file system than before: is it mounted?")
     save.folder.mkdir(parents=True, exist_ok=True)
 
 

@@ -96,7 +96,8 @@ def with_redundancy(
     if layout.size != len(plan.owners):
         raise ConfigError(
             f"{layout.pipelines} pipelines x {layout.stages} stages need {layout.size} workers, "
-            f"the job has {len(plan.owners)}: start it with -n {layout.size} or change the number of stages"
+            f"the job has {len(plan.owners)}: start it with -n {layout.size} (or --ranks {layout.size}) or change the "
+            "number of stages"
         )
     laid_out = replace(plan, epoch=plan.epoch + 1, layout=layout, shadows=(None,) * layout.size, lost=(), memory=memory)
     facts, policy = known(plan, members), Policy(zones_apart=zones_apart)

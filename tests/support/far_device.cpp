@@ -4,7 +4,7 @@
 // than a device, and what is as harsh:
 //
 // * an operation that takes tensors of both fails, but for numbers (no dimension) and indices;
-// * memory is limited, counted, and noise when it is given out;
+// * memory is limited and counted, and noise when it is given out empty;
 // * random numbers come from a generator of its own;
 // * copies that do not block, on a stream other than the default one, are late: until a seeded moment the target is noise.
 //   A source or target that nobody keeps until then is lost, which is counted.
@@ -55,6 +55,10 @@ bool is_far(const Tensor& tensor) {
 
 std::atomic<int64_t> allocated{0}, peak{0}, limit{INT64_MAX};
 
+void check_room(int64_t bytes) {
+  TORCH_CHECK_WITH(OutOfMemoryError, allocated + bytes <= limit, "far: out of memory: ", bytes, " bytes");
+}
+
 void count(int64_t bytes) {
   auto now = allocated += bytes;
   auto before = peak.load();
@@ -78,7 +82,7 @@ struct Memory final : c10::Allocator {
   c10::DataPtr allocate(size_t bytes) override {
     if (bytes == 0)
       return {nullptr, nullptr, &c10::detail::deleteNothing, device()};
-    TORCH_CHECK_WITH(OutOfMemoryError, allocated + int64_t(bytes) <= limit, "far: out of memory: ", bytes, " bytes");
+    check_room(bytes);
     void* data = std::aligned_alloc(64, (bytes + 63) / 64 * 64);
     std::memset(data, NOISE, bytes);
     count(bytes);
@@ -94,8 +98,9 @@ struct Memory final : c10::Allocator {
 
 Memory memory;
 
+// What a process may still use as it ends is never destroyed.
 std::mutex pinned_lock;
-std::map<const char*, size_t> pinned;
+auto& pinned = *new std::map<const char*, size_t>();
 
 void unpin(void* data) {
   std::lock_guard<std::mutex> guard(pinned_lock);
@@ -163,6 +168,7 @@ void forget(void* context) {
 }
 
 c10::DataPtr kept_by_the_device(const c10::Storage& near) {
+  check_room(near.nbytes());
   count(near.nbytes());
   return c10::DataPtr(near.mutable_data(), new c10::Storage(near), &forget, device());
 }
@@ -177,22 +183,38 @@ Tensor far(const Tensor& near) {
 
 // -- operations -------------------------------------------------------------------------------------------
 
-const at::Generator& generator() {
-  static at::Generator made = at::detail::createCPUGenerator(1);
-  return made;
+std::atomic<int64_t> waits{0}, loads{0};
+
+// The host asks for what the device has yet to compute, in whatever thread: autograd has one for the device.
+void note_wait() {
+  waits++;
 }
 
-// Operations for which indices may be in host memory.
+// It waits for a mark. A thread of the package may, the main thread should not.
+void note_wait_for_mark() {
+  if (gettid() == getpid())
+    waits++;
+}
+
+const at::Generator& generator() {
+  static auto* made = new at::Generator(at::detail::createCPUGenerator(1));
+  return *made;
+}
+
+// Operations whose results have a shape, or a value, that only the device knows: the host waits for it.
+const std::set<std::string> LOOKING{
+    "aten::equal", "aten::nonzero", "aten::masked_select", "aten::_unique2", "aten::unique_dim", "aten::unique_consecutive"};
+
+// Operations whose indices may be in host memory.
 const std::set<std::string> INDEXED{"aten::index", "aten::index_put_", "aten::_index_put_impl_"};
 
 struct Call {
   const c10::OperatorHandle& op;
   std::vector<std::pair<Tensor, Tensor>> pairs; // of the device, and of the host
 
-  Tensor given(const Tensor& tensor) {
+  Tensor given(const Tensor& tensor, bool index = false) {
     if (!is_far(tensor)) {
-      bool may_be = !tensor.defined() || tensor.dim() == 0 || INDEXED.count(op.operator_name().name);
-      TORCH_CHECK(may_be, op.operator_name(), ": expected all tensors on one device, found one of the host's");
+      TORCH_CHECK(index || !tensor.defined() || tensor.dim() == 0, op.operator_name(), ": expected all tensors on one device, found one of the host's");
       return tensor;
     }
     for (auto& [mine, theirs] : pairs)
@@ -233,7 +255,7 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, {}};
   const auto& arguments = op.schema().arguments();
   auto begin = stack->size() - arguments.size();
-  // Those of the device first: what else is there is judged by whether there is any.
+  bool indexed = INDEXED.count(op.operator_name().name), waits = LOOKING.count(op.operator_name().name);
   for (size_t number = 0; number < arguments.size(); number++) {
     IValue& value = (*stack)[begin + number];
     if (value.isTensor()) {
@@ -245,8 +267,10 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = found;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> found;
-      for (const auto& each : value.toOptionalTensorVector())
-        found.push_back(each.has_value() ? std::optional<Tensor>(call.given(*each)) : std::nullopt);
+      for (const auto& each : value.toOptionalTensorVector()) {
+        found.push_back(each.has_value() ? std::optional<Tensor>(call.given(*each, indexed)) : std::nullopt);
+        waits |= indexed && each.has_value() && (each->dtype() == at::kBool || each->dtype() == at::kByte);
+      }
       value = found;
     } else if (value.isDevice() && value.toDevice().type() == TYPE) {
       value = c10::Device(c10::DeviceType::CPU);
@@ -254,6 +278,8 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       value = generator();
     }
   }
+  if (waits)
+    note_wait();
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.follow();
   begin = stack->size() - op.schema().returns().size();
@@ -272,14 +298,9 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // -- streams ----------------------------------------------------------------------------------------------
 
-std::atomic<int64_t> late_seed{-1}, late{0}, lost{0}, waits{0};
+std::atomic<int64_t> late_seed{-1}, late{0}, lost{0};
 constexpr double LATE_S = 0.003;
 
-// The host stands still until the device is through. Threads of the package may, a script's should not.
-void note_wait() {
-  if (gettid() == getpid())
-    waits++;
-}
 
 // The end of what a stream has been told so far.
 struct Mark {
@@ -419,7 +440,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return event == nullptr || (*static_cast<MarkPointer*>(event))->query();
   }
   void synchronizeEvent(void* event) const override {
-    note_wait();
+    note_wait_for_mark();
     if (event != nullptr)
       (*static_cast<MarkPointer*>(event))->wait();
   }
@@ -435,11 +456,11 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return marked(stream.id())->query();
   }
   void synchronizeStream(const c10::Stream& stream) const override {
-    note_wait();
+    note_wait_for_mark();
     marked(stream.id())->wait();
   }
   void synchronizeDevice(const c10::DeviceIndex) const override {
-    note_wait();
+    note_wait_for_mark();
     for (c10::StreamId id = 1; id <= newest; id++)
       marked(id)->wait();
   }
@@ -495,12 +516,15 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   Tensor from = is_far(source) ? near(source) : source, into = is_far(target) ? near(target) : target;
   if (!non_blocking && is_far(source) && !is_far(target))
     note_wait();
+  if (!non_blocking && !is_far(source))
+    loads++;
   if (!(is_late(current) && non_blocking)) {
     into.copy_(from.expand_as(into));
     return target;
   }
-  if (into.is_contiguous())
-    std::memset(into.mutable_data_ptr(), NOISE, into.nbytes());
+  auto noise = at::full({int64_t(into.numel() * into.itemsize())}, NOISE, at::kByte);
+  if (into.numel() > 0)
+    into.copy_(noise.view(into.scalar_type()).view(into.sizes()));
   late++;
   Place begin(source), end(target);
   auto& mine = queue(current);
@@ -635,7 +659,7 @@ int64_t installed = [] {
 // -- what tests ask ---------------------------------------------------------------------------------------
 
 std::vector<int64_t> counts() {
-  return {late, lost, waits, allocated, peak, limit};
+  return {late, lost, waits, loads, allocated, peak, limit};
 }
 
 TORCH_LIBRARY(far, m) {

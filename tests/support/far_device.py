@@ -249,12 +249,14 @@ def install_in_job() -> None:
 
     @atexit.register
     def tell() -> None:
+        torch.accelerator.synchronize()
         (folder / f"far-{os.getpid()}").write_text(json.dumps(counts()))
 
 
 def counts() -> dict[str, int]:
-    """Copies that were late, and those of them that were lost; how often the main thread has waited for it; bytes."""
-    names = ("late", "lost", "waits", "allocated", "peak", "limit")
+    """Copies that were late, and those of them that were lost; how often the host has waited for what it computes, and
+    for copies to it; bytes."""
+    names = ("late", "lost", "waits", "loads", "allocated", "peak", "limit")
     return dict(zip(names, torch.ops.far.counts(), strict=True))
 
 

@@ -141,8 +141,8 @@ class Decider:
                     EXIT_CONFIG,
                     f"the engine of {report.id} has {_described(report)}, which needs {report.layout.size} "
                     f"members, but the job was started with {len(plan.owners)}; "
-                    f"start it with -n {report.layout.size} (bamboo join: --start {report.layout.size}) or change the "
-                    "number of stages",
+                    f"start it with -n {report.layout.size} (bamboo join: --start {report.layout.size}; with fewer "
+                    f"members --ranks {report.layout.size}) or change the number of stages",
                 )
         told = {report.id: report.settings for report in reports if report.settings is not None}
         if told and view.settings is None:

@@ -322,14 +322,18 @@ class Saves:
         if own:
             self.written_s = result.seconds
         self._job.completed(str(result.path))
-        told = {"step": result.step, "path": str(result.path), "own": own}
+        told = {**self._steps(result), "path": str(result.path), "own": own}
         self._job.channel.event("checkpoint_saved", **told, seconds=result.seconds, bytes=result.total)
 
     def _tell_failed(self, result: SaveResult) -> None:
         if result.aborted:
             return  # it is repeated, or the member that leads tells why
-        told = {"step": result.step, "path": str(result.folder / result.tag), "own": is_own(result.folder)}
+        told = {**self._steps(result), "path": str(result.folder / result.tag), "own": is_own(result.folder)}
         self._job.channel.event("checkpoint_failed", **told, reason=result.error)
+
+    def _steps(self, result: SaveResult) -> dict[str, int]:
+        """The job's step; a checkpoint has that of DeepSpeed."""
+        return {"step": result.step - self._job.channel.ahead, "global_step": result.step}
 
 
 def is_complete(save: dict[str, Any]) -> bool:
