@@ -49,7 +49,7 @@ SECOND = with_redundancy(FIRST, Layout(1, 4), True)
 
 
 def member(name: str) -> MemberRecord:
-    return records.member(name, IDS.index(name))
+    return records.member(name, IDS.index(name), home=IDS.index(name))
 
 
 def members(*names: str) -> dict[str, MemberRecord]:
@@ -92,7 +92,7 @@ def test_start_waits_for_all_slots() -> None:
     assert decider().decide(View(world_size=4, members=members("a", "b", "c")), 0.0) == Wait()
 
 
-def test_first_plan_is_in_slot_order() -> None:
+def test_first_plan_is_in_the_order_of_ranks() -> None:
     action = decided(WritePlan, decider(), View(world_size=4, members=members("d", "b", "a", "c")), 0.0)
     assert action.plan == FIRST
 

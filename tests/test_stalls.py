@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import socket
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -29,7 +28,7 @@ def elsewhere(call: Callable[[], None]) -> None:
 
 
 def test_reports_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
-    stalls, activity, begin = Stalls(), Activity(), time.monotonic()
+    stalls, activity, begin = Stalls(), Activity(), 1000.0
 
     def half_an_hour() -> None:
         for seconds in range(1800):
@@ -43,7 +42,7 @@ def test_reports_become_rarer(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_nothing_is_told_of_a_worker_that_gets_on(caplog: pytest.LogCaptureFixture) -> None:
-    stalls, activity, begin = Stalls(), Activity(), time.monotonic()
+    stalls, activity, begin = Stalls(), Activity(), 1000.0
 
     def hours() -> None:
         for number in range(100):

@@ -35,6 +35,7 @@ from bamboo_ds.control.registry.records import JobRecord, RestartRecord, StopRec
 from bamboo_ds.control.settings import AgentSettings, MemberOptions
 from bamboo_ds.generations import supersede
 from bamboo_ds.job_settings import JobSettings
+from bamboo_ds.launchers.join import Starters
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import (
     MANIFEST,
@@ -154,7 +155,7 @@ class World:
         return f"m{slot}-{self._ids:08x}"
 
     def _start_host(
-        self, settings: AgentSettings | None, comes: tuple[MemberOptions, int | None] | None = None
+        self, settings: AgentSettings | None, comes: tuple[MemberOptions, Starters | None] | None = None
     ) -> None:
         host = Host(self, len(self.hosts))
         self.hosts.append(host)
@@ -162,7 +163,8 @@ class World:
 
     def _come(self, start: int | None) -> None:
         """A host with a member that comes by ``bamboo join``."""
-        self._start_host(None, (MemberOptions(job=JOB, command=("x",), settings=SETTINGS, store="x"), start))
+        starters = None if start is None else Starters(start, STAGES)
+        self._start_host(None, (MemberOptions(job=JOB, command=("x",), settings=SETTINGS, store="x"), starters))
 
     def settings(self, slot: int, **more: Any) -> AgentSettings:
         values: dict[str, Any] = {

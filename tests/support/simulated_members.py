@@ -39,7 +39,7 @@ from bamboo_ds.errors import (
     StoreError,
     StoreUnavailable,
 )
-from bamboo_ds.launchers.join import Arrival, begin
+from bamboo_ds.launchers.join import Arrival, Starters, begin
 from bamboo_ds.observe.events import EventWriter
 from bamboo_ds.topology import Layout, Plan
 
@@ -361,10 +361,10 @@ class Comer:
 
     Args:
         options: of the member.
-        start: how many members start the job.
+        start: who starts the job.
     """
 
-    def __init__(self, host: Host, options: MemberOptions, start: int | None) -> None:
+    def __init__(self, host: Host, options: MemberOptions, start: Starters | None) -> None:
         self._host, self._options, self._start = host, options, start
         self._store: Any = SimStore(host.world, host)
         self._arrival: Arrival | None = None
@@ -392,7 +392,7 @@ class Party:
     """
 
     def __init__(
-        self, host: Host, settings: AgentSettings | None, comes: tuple[MemberOptions, int | None] | None = None
+        self, host: Host, settings: AgentSettings | None, comes: tuple[MemberOptions, Starters | None] | None = None
     ) -> None:
         self.host, self.world = host, host.world
         self.over = False
