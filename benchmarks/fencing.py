@@ -2,7 +2,8 @@
 ``tests/support/fencing_model.py``, with seeds.
 
     python benchmarks/fencing.py --schedules 1000000 --jobs 2
-    python benchmarks/fencing.py --starting --schedules 10000       of a job that its members start, one by one
+    python benchmarks/fencing.py --starting --schedules 10000       of a job that its members start, one by one, every
+                                                                    second time fewer than it has ranks
     python benchmarks/fencing.py --first 375 --schedules 1          one schedule again
     python benchmarks/fencing.py --off pause --schedules 1000       without a fence: finds violations
 
@@ -24,6 +25,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from tests.support.fencing_model import FENCES, Broken, draw, quiet, run
+from tests.support.simulated_members import STAGES
 
 _CHUNK = 250
 
@@ -37,7 +39,7 @@ def chunk(task: tuple[int, int, tuple[str, ...], bool]) -> tuple[int, Counter[st
     broken = []
     for seed in range(first, last):
         try:
-            happened += run(*draw(seed), off, starting)
+            happened += run(*draw(seed), off, STAGES - seed % 2 if starting else 0)
         except Broken as error:
             broken.append((seed, str(error)))
         except Exception:  # a defect of the package or of the model: told with its seed like a broken invariant

@@ -110,13 +110,13 @@ class World:
     Args:
         rates: speed of each host's clock.
         off: fences that are switched off, of :data:`FENCES`.
-        first: nobody has started the job; its members come one by one, as by ``bamboo join --start``.
+        first: so many members start the job, which come one by one as by ``bamboo join --start``; 0: a launcher has.
 
     Attributes:
         happened: faults that have had an effect, by kind.
     """
 
-    def __init__(self, rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: bool = False) -> None:
+    def __init__(self, rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: int = 0) -> None:
         self.first = first
         self.now = 100.0
         self.rates, self.off = tuple(rates), frozenset(off)
@@ -140,8 +140,8 @@ class World:
         self.late: dict[int, tuple[int, int]] = {}  # by generation: epoch and step of its commit after a restart
         self.published: dict[str, str] = {}  # newest save by tag
         self.begun: set[int] = set()  # generations that have taken the folder over
-        for number in range(STAGES):
-            self._come(STAGES) if first else self._start_host(self.settings(slot=number))
+        for number in range(first or STAGES):
+            self._come(first) if first else self._start_host(self.settings(slot=number))
         if first:
             return
         record = JobRecord(job=JOB, world_size=STAGES, pipelines=1, settings=SETTINGS)
@@ -208,7 +208,7 @@ class World:
             record = RestartRecord.from_json(value)
             if record.generation != self.assigned + 1:
                 raise Broken(f"restart {record.generation} follows {self.assigned}")
-            if plan is not None and plan.generation == UNSTARTED and len(record.ranks) < STAGES:
+            if plan is not None and plan.generation == UNSTARTED and len(record.ranks) < self.first:
                 raise Broken(f"the first start is on slots {list(record.ranks)} alone")
             self.assigned, self.restarted_after = record.generation, record.after_epoch
         elif key == Keys.STOP and plan is not None:
@@ -510,7 +510,7 @@ class World:
             return False
         if self.first or (plan.layout is None and not plan.unheld):
             # Some with another number of members, who have to find that out.
-            self._come((None, STAGES, STAGES, STAGES, STAGES + 1)[step.other % 5] if self.first else None)
+            self._come((None, *[self.first] * 3, self.first + 1)[step.other % 5] if self.first else None)
             return True
         slot = next(n for n in itertools.count(STAGES) if Keys.slot(n) not in self.etcd.keys)
         self.etcd.put(Keys.slot(slot), "joiner", None, "")
@@ -543,8 +543,8 @@ class World:
         begin, end = self.commits, self.now + HEALED_S * (2 if self.first else 1)
         while self.now < end:
             if self.first:  # as a cluster does
-                for _ in range(STAGES - len([party for party in self.parties if not party.over])):
-                    self._come(STAGES)
+                for _ in range(self.first - len([party for party in self.parties if not party.over])):
+                    self._come(self.first)
             self.advance(1.0)
             if Keys.STOP in self.etcd.keys or (not self.first and all(party.over for party in self.parties)):
                 return
@@ -574,7 +574,7 @@ def draw(seed: int, length: int = 8) -> tuple[list[Step], tuple[float, ...]]:
 
 
 def run(
-    steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: bool = False
+    steps: Sequence[Step], rates: Sequence[float] = (1.0,), off: Iterable[str] = (), first: int = 0
 ) -> Counter[str]:
     """Carry a schedule out; returns what has happened. Raises :class:`Broken`. For the arguments see :class:`World`."""
     world = World(rates, off, first)
