@@ -22,6 +22,13 @@ pytestmark = [
     pytest.mark.skipif(far_device.compiler() is None, reason="there is no C++ compiler"),
 ]
 
+
+@pytest.fixture(scope="module", autouse=True)
+def _compiled() -> None:
+    """No job waits for a compiler."""
+    far_device.library()
+
+
 DEVICE = """
 import sys
 sys.path.insert(0, {support!r})

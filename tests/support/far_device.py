@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import functools
 import hashlib
 import json
@@ -42,16 +43,24 @@ def library() -> Path:
     found = torch.__version__ + _SOURCE.read_text()
     place = Path(os.environ.get("TORCH_EXTENSIONS_DIR", sysconfig.get_paths()["purelib"]))
     made = place / f"far-{hashlib.sha256(found.encode()).hexdigest()[:16]}.so"
-    if not made.exists():
-        place.mkdir(parents=True, exist_ok=True)
-        mine, root = made.with_suffix(f".{os.getpid()}"), Path(torch.__file__).parent
-        include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
-        words = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-std=c++20", "-O1", "-w"]
-        libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
-        command = [str(compiler()), "-shared", "-fPIC", *words, *include, str(_SOURCE), "-o", str(mine), *libraries]
-        subprocess.run(command, check=True)
-        mine.rename(made)  # whole, whoever else makes it
+    if made.exists():
+        return made
+    place.mkdir(parents=True, exist_ok=True)
+    with open(made.with_suffix(".lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # the others wait for who is first, or take its place if it dies
+        if not made.exists():
+            _compile(made)
     return made
+
+
+def _compile(made: Path) -> None:
+    mine, root = made.with_suffix(".new"), Path(torch.__file__).parent
+    include = [f"-I{root / 'include'}", f"-I{root / 'include' / 'torch' / 'csrc' / 'api' / 'include'}"]
+    words = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch._C._GLIBCXX_USE_CXX11_ABI)}", "-std=c++20", "-O1", "-w"]
+    libraries = [f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+    command = [str(compiler()), "-shared", "-fPIC", *words, *include, str(_SOURCE), "-o", str(mine), *libraries]
+    subprocess.run(command, check=True)
+    mine.rename(made)
 
 
 class FarAccelerator(CPU_Accelerator):
