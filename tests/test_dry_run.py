@@ -161,11 +161,10 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "plan: 1 pipeline of 4 stages on 2 members, redundancy eager-frc-lazy-brc",
         "so once the job runs: until then members start 2 further workers for the ranks beyond their first",
         "member host owns shadows parameters own state replicas sum",
-        "m0 emulated-0 (0,0) (0,1) (0,2) (0,3) 4,294,967,296 64.00 GiB 32.00 GiB 96.00 GiB",
-        "m1 emulated-1 (0,2) (0,3) (0,0) (0,1) 2,147,483,648 32.00 GiB 64.00 GiB 96.00 GiB",
+        "m0 emulated-0 (0,0) (0,3) (0,1) (0,2) 2,147,483,648 32.00 GiB 64.00 GiB 96.00 GiB",
+        "m1 emulated-1 (0,1) (0,2) (0,0) (0,3) 4,294,967,296 64.00 GiB 32.00 GiB 96.00 GiB",
     ]
-    built = whole
-    built = replace(built, frozen=(0, 1 << 30), precision="bf16")
+    built = replace(whole, frozen=(0, 1 << 30), precision="bf16")
     told = run("--emulate-hosts", "2")[1]
     assert told[3:] == [
         "member host owns shadows parameters frozen own state replicas sum",

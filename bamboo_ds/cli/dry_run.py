@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -105,21 +106,22 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
     )
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
-    apart, owners = options.bamboo.topology.zones_apart, [f"further worker of rank {n}" for n in range(layout.size)]
-    for member in members:
-        owners[member.home] = member.id
-    first, further = initial_plan(owners), slots.world_size - workers
+    # Further workers of a member leave as soon as the job runs.
+    further = [
+        replace(member, id=f"rank {rank}", home=rank, leaving=True)
+        for member in members
+        for rank in slots.started_by()[member.slot][1:]
+    ]
+    there, redundant = sorted([*members, *further], key=lambda each: each.home), redundancy.mode.replicas
+    first, apart = initial_plan([each.id for each in there]), options.bamboo.topology.zones_apart
+    plan = with_redundancy(first, layout, redundant, there, memory, apart)
     if further:
-        laid_out = with_redundancy(first, layout, False, memory=memory)
-        policy = policy_of(layout, redundancy.mode.replicas, options.bamboo)
-        plan = best_plan(laid_out, members, policy=policy, holders={})
-    else:
-        plan = with_redundancy(first, layout, redundancy.mode.replicas, members, memory, apart)
+        plan = best_plan(plan, there, policy=policy_of(layout, redundant, options.bamboo))
     sliced = f" of {built.slices} slices" if built.slices > 1 else ""
     shape = f"{counted(pipelines, 'pipeline')} of {counted(stages, 'stage')}{sliced}"
     click.echo(f"plan: {shape} on {size}, redundancy {redundancy.mode.value}")
     if further:
-        words = counted(further, "further worker")
+        words = counted(len(further), "further worker")
         click.echo(f"so once the job runs: until then members start {words} for the ranks beyond their first")
     table = Table(box=None)
     for column in ("member", "host", "owns", "shadows"):

@@ -107,8 +107,9 @@ def begin(store: Store, options: MemberOptions, start: Starters) -> None:
 
 def _check_numbers(options: MemberOptions, start: Starters, plan: Plan, job: JobRecord | None = None) -> None:
     """Raise :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
-    others = Starters(start.members if job is None else job.starters or job.world_size, len(plan.owners))
-    if start != others:
+    ranks, members = len(plan.owners), start.members if job is None else job.starters or job.world_size
+    if start != Starters(members, ranks):
+        others = f"{ranks} ranks" if job is None else Starters(members, ranks)
         raise ConfigError(
             f"{start}: job {options.job!r} at {options.store} was started with {others}, which does not change; take "
             "that, or another name for a new job"

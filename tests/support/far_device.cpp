@@ -25,7 +25,6 @@
 #include <condition_variable>
 #include <cstdlib>
 #include <cstring>
-#include <unistd.h>
 #include <deque>
 #include <functional>
 #include <map>
@@ -34,6 +33,8 @@
 #include <random>
 #include <set>
 #include <thread>
+
+#include <unistd.h>
 
 namespace {
 
@@ -251,6 +252,22 @@ struct Call {
   }
 };
 
+// Exchange a tensor, or each of a list; whether there is one.
+template <class Exchange>
+bool exchanged(IValue& value, Exchange exchange) {
+  if (value.isTensor()) {
+    value = exchange(value.toTensor());
+  } else if (value.isTensorList()) {
+    std::vector<Tensor> found;
+    for (const Tensor& each : value.toTensorVector())
+      found.push_back(exchange(each));
+    value = found;
+  } else {
+    return false;
+  }
+  return true;
+}
+
 void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   Call call{op, {}};
   const auto& arguments = op.schema().arguments();
@@ -258,14 +275,9 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   bool indexed = INDEXED.count(op.operator_name().name), waits = LOOKING.count(op.operator_name().name);
   for (size_t number = 0; number < arguments.size(); number++) {
     IValue& value = (*stack)[begin + number];
-    if (value.isTensor()) {
-      value = call.given(value.toTensor());
-    } else if (value.isTensorList()) {
-      std::vector<Tensor> found;
-      for (const Tensor& each : value.toTensorVector())
-        found.push_back(call.given(each));
-      value = found;
-    } else if (value.isOptionalTensorList()) {
+    if (exchanged(value, [&](const Tensor& each) { return call.given(each); }))
+      continue;
+    if (value.isOptionalTensorList()) {
       c10::List<std::optional<Tensor>> found;
       for (const auto& each : value.toOptionalTensorVector()) {
         found.push_back(each.has_value() ? std::optional<Tensor>(call.given(*each, indexed)) : std::nullopt);
@@ -283,24 +295,14 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
   call.follow();
   begin = stack->size() - op.schema().returns().size();
-  for (size_t number = begin; number < stack->size(); number++) {
-    IValue& value = (*stack)[number];
-    if (value.isTensor()) {
-      value = call.returned(value.toTensor());
-    } else if (value.isTensorList()) {
-      std::vector<Tensor> found;
-      for (const Tensor& each : value.toTensorVector())
-        found.push_back(call.returned(each));
-      value = found;
-    }
-  }
+  for (size_t number = begin; number < stack->size(); number++)
+    exchanged((*stack)[number], [&](const Tensor& each) { return call.returned(each); });
 }
 
 // -- streams ----------------------------------------------------------------------------------------------
 
 std::atomic<int64_t> late_seed{-1}, late{0}, lost{0};
 constexpr double LATE_S = 0.003;
-
 
 // The end of what a stream has been told so far.
 struct Mark {

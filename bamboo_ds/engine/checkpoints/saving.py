@@ -149,6 +149,7 @@ class Saves:
             timeout_s=settings.timeout_s,
         )
         self._open = self._tentative = False
+        self._ahead = 0  # by how much the step of what is written exceeds the job's
         job.find_checkpoint = self._find
         job.at_end = self._saver.stop
 
@@ -201,6 +202,7 @@ class Saves:
         # Of the job's own none is due while a member writes, so there is nothing to wait for.
         if not self._saver.begin(save, interrupt=None if request.own else self._job.session.check):
             return False
+        self._ahead = self._job.channel.ahead
         for runtime in owned:
             binding.use(runtime)
             with self._host.collecting(Path(request.folder, request.tag)) as files:
@@ -333,7 +335,7 @@ class Saves:
 
     def _steps(self, result: SaveResult) -> dict[str, int]:
         """The job's step; a checkpoint has that of DeepSpeed."""
-        return {"step": result.step - self._job.channel.ahead, "global_step": result.step}
+        return {"step": result.step - self._ahead, "global_step": result.step}
 
 
 def is_complete(save: dict[str, Any]) -> bool:
