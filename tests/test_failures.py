@@ -64,6 +64,7 @@ def test_when_all_fail_the_job_ends_with_the_code_of_the_first(start: Start, tmp
     job = start(2, *config(tmp_path)).run()
     job.tell(1, "exit 13")
     assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
+    job.wait(lambda: job.events("member_lost"), "the leader has told of the loss")
     (lost,) = job.events("member_lost")
     assert (lost["reason"], lost["detail"]) == ("exit", "exit code 13")
     job.tell(0, "raise")

@@ -36,7 +36,9 @@ def started(
         job.command = [str(TRAIN), "--deepspeed_config", str(config), "--out", str(folder), *command]
         numbers = ["--start", str(MEMBERS), "--ranks", str(RANKS), "--store", etcd.url, "--job", "gpt"]
         one_more = partial(job.member, ["join", *numbers, *job.command])
-        for _ in range(MEMBERS):
+        one_more()  # whose end is the job's: it gets slot 0, and so another rank than the one that is lost
+        job.wait_for("the first one has a slot", lambda: "slot 0 waits until the job starts" in job.output())
+        for _ in range(MEMBERS - 1):
             one_more()
         yield job, one_more
 
