@@ -60,6 +60,12 @@ class RedundancyConfig(ConfigPart):
         "0: never; `auto`: as often as that takes at most 30 % of the network's time and 3 % of that of the passes, as "
         "measured; where members compute on processors, of which sending takes time, 3 % of either",
     )
+    park: bool = Field(
+        True,
+        description="replicas that compute nothing are in host memory, so that they take no memory of devices until "
+        "they do: with `lazy-frc-lazy-brc`, on other devices than CPUs, and with optimizers that compute each element "
+        "by itself; see [Memory](../guides/even-shares.md#memory)",
+    )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
     )
@@ -77,6 +83,11 @@ class RedundancyConfig(ConfigPart):
         "shadow computes, and the replicas, bit for bit; 0: never; `null`: 2, on other devices than CPUs 3, and 0 "
         "without replicas; see [Checking exactness](../guides/exactness.md)",
     )
+
+    @property
+    def parks(self) -> bool:
+        """Whether replicas may be parked: they compute nothing unless their stage is lost or divided."""
+        return self.park and self.mode.replicas and not self.mode.eager_forward
 
     def steps_to_check(self, device: str = "cpu") -> int:
         """How many steps are checked.

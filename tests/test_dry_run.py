@@ -155,6 +155,16 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB",
         "state: 16 bytes per parameter of an own stage, 16 of a replica (fp32, Adam); what passes keep comes on top",
     ]
+    lazy = tmp_path / "lazy.json"
+    lazy.write_text('{"bamboo": {"redundancy": {"mode": "lazy-frc-lazy-brc"}}}')
+    told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(lazy)))[1]
+    assert told[-1] == (
+        "replicas wait in host memory until they compute, where members have other devices than CPUs: "
+        "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them"
+    )
+    before, built = built, replace(built, optimizer="Lamb")
+    assert run(script=("--deepspeed_config", str(lazy)))[1][-1].startswith("replicas stay on devices: Lamb may not")
+    built = before
     whole, built = built, replace(built, stages=4, parameters=(1 << 30, 3 << 30, 1 << 30, 1 << 30))
     code, told = run("--emulate-hosts", "2", "--ranks", "4")
     assert code == 0 and told[2:-1] == [
@@ -189,6 +199,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "no replica of (0,1): one takes 57344.0 MiB; of members that might hold it m0 has most room, 43008.0 MiB",
     ]
     config.unlink()
+    lazy.unlink()
     built = Built(unknown="a test says so")
     assert run()[1][2:] == [
         "warning: script: a test says so",

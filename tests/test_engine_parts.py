@@ -70,7 +70,7 @@ class Binding:
 def member_of(plan: Plan, member: str, on_mismatch: str = "stop") -> RoleTransfer:
     """What makes a member's roles follow a plan, with its runtimes under ``plan``."""
     job = SimpleNamespace(newest_checkpoint=lambda plan: None)
-    builder: Any = SimpleNamespace()
+    builder: Any = SimpleNamespace(park=lambda plan: None, move=lambda runtime, parked: None)
     context: Any = SimpleNamespace(
         settings=BambooConfig.model_validate({"redundancy": {"on_mismatch": on_mismatch}}),
         ds=SimpleNamespace(micro_batches=MICRO_BATCHES),
@@ -235,13 +235,16 @@ class Mailboxes:
         self.lanes[lane.name].append((sequence, payload))
         return payload
 
-    def recv(self, lane: Any, sequence: int) -> Any:
+    def recv(self, lane: Any, sequence: int, parked: bool = False) -> Any:
         number, payload = self.lanes[lane.name].popleft()
         assert number == sequence
         return payload
 
     def arrival(self, lane: Any) -> float | None:
         return None
+
+    def put_aside(self, payload: Any) -> Any:
+        return payload
 
 
 @pytest.mark.parametrize("retain", [False, True])

@@ -65,6 +65,7 @@ SAMPLES: list[events.Event] = [
     events.Reconfigured(**COMMON, step=7, pause_seconds=0.02, previous=2),
     events.MembersAwaited(**COMMON, members=["m1"], seconds=120.0),
     events.ReplicaBuilt(**COMMON, step=7, role=(0, 1), seconds=1.5, bytes=1 << 20),
+    events.ReplicasPlaced(**COMMON, step=1, parked=False, reason="redundancy.park is false", bytes=1 << 20),
     events.Step(**COMMON, step=7, loss=2.5, seconds=0.1, frc_done=3, frc_total=4),
     events.CollectiveIncomplete(
         **COMMON, step=7, operation="allreduce", ranks=[0, 1], lost_ranks=[1], moved_ranks=[], place="train.py:3 in f"

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import random
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import pytest
 from . import test_divided, test_elastic, test_losses, test_precision, test_sliced_jobs
 from .support import far_device
 from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
+from .support.on_device import on_the_device
 from .support.surviving import fault, survive_in_turn
 
 pytestmark = [
@@ -27,20 +26,6 @@ pytestmark = [
 def _compiled() -> None:
     """No job waits for a compiler."""
     far_device.library()
-
-
-DEVICE = """
-import sys
-sys.path.insert(0, {support!r})
-import far_device, pytest, torch
-far_device.install({seed})
-"""
-
-
-def on_the_device(text: str, seed: int | None = None) -> None:
-    """Run Python that has the device."""
-    begin = DEVICE.format(support=str(SUPPORT), seed=seed)
-    subprocess.run([sys.executable, "-c", begin + text], check=True, timeout=120)
 
 
 def test_the_device_is_apart_from_the_host() -> None:
@@ -157,9 +142,10 @@ def test_jobs(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPa
 def test_the_script_waits_for_no_device_in_an_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:
-    """Between the first forward pass and the measuring of gradients, which does."""
+    """Between the first forward pass and the measuring of gradients, which does. Steps of parked replicas would."""
     monkeypatch.setenv(far_device.SEED, "1")
-    config = write_config(tmp_path, {"redundancy": {"mode": mode, "sync_every": 2}}, gradient_clipping=0.01)
+    block = {"redundancy": {"mode": mode, "sync_every": 2, "park": False}}
+    config = write_config(tmp_path, block, gradient_clipping=0.01)
     result = run_bamboo(tmp_path, 4, ["--stages", "2", "--steps", "4"], config, SUPPORT / "train_syncs.py")
     assert result.exit_code == 0, result.output[-4000:]
     files = sorted(tmp_path.glob("syncs-*"))

@@ -44,7 +44,7 @@ def held(plan: Plan, member: Candidate) -> int:
         stage, learns = plan.memory[role.stage], (rank, member.id) in plan.learners
         if plan.shadows and plan.shadows[rank] == member.id:
             total += stage.replica + stage.passes
-        elif learns or plan.owners[rank] == member.id:
+        elif plan.owners[rank] == member.id or (learns and not stage.parked):
             total += stage.own + stage.passes
         elif rank == home:
             total += stage.own
@@ -78,8 +78,9 @@ class History:
         blocks = (random.randint(2, 4),) * stages if random.random() < 0.6 else ()
         self.layout = Layout(pipelines, stages, blocks=blocks)
         sizes = [random.choice([10, 10, 10, 16, 25]) if random.random() < 0.6 else 10 for _ in range(stages)]
-        more, passes = random.choice([0, 0, 2]), random.choice([0, 0, 3])
-        self.memory = tuple(StageMemory(size, size + more, size - 3, passes) for size in sizes)
+        more, passes, parked = random.choice([0, 0, 2]), random.choice([0, 0, 3]), random.random() < 0.3
+        more = 0 if parked else more
+        self.memory = tuple(StageMemory(size, size + more, size - 3, passes, parked) for size in sizes)
         self.hosts = random.choice([1, 3, 8])
         self.typical = random.choice([None, 26, 33, 40, 55])
         self.policy = Policy(

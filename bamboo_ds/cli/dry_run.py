@@ -9,7 +9,8 @@ import socket
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -103,6 +104,7 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         pipelines=pipelines,
         fp32_gradients=built.fp32_gradients,
         eager_backwards=redundancy.mode.eager_backward,
+        parked=redundancy.parks,
     )
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
@@ -147,10 +149,30 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
         each += f", {state.frozen:g} of a frozen one on either" if frozen else ""
         click.echo(f"state: {each} ({kind}); what passes keep comes on top")
+        _tell_parked(redundancy.parks, state, members, costs)
         for line in short_of_memory(plan, members):
             click.echo(line)
     else:
         click.echo("memory: unknown, as the parameters of the stages are")
+
+
+def _tell_parked(
+    parks: bool, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
+) -> None:
+    """Where replicas are that compute nothing."""
+    if not parks:
+        return
+    if not state.elementwise:
+        click.echo(f"replicas stay on devices: {state.optimizer} may not compute each element by itself")
+        return
+    hosts: Counter[str] = Counter()
+    for member in members:
+        hosts[member.host] += costs[member.id][1]
+    host, most = hosts.most_common(1)[0]
+    click.echo(
+        "replicas wait in host memory until they compute, where members have other devices than CPUs: "
+        f"{_size(most)} on host {host}, the most; so much of a device is kept free for them"
+    )
 
 
 def _size(count: float) -> str:

@@ -135,7 +135,7 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
         spans = chain.from_iterable(timeline.spans for timeline in read_timelines(events))
         stages = told(run.mirror, built.stages)
         notes = _notes(command, built, run.done, stages, crowded)
-        retains = any(report.redundant for report in run.mirror.reports.values())
+        retains = any(report.redundant and report.device is None for report in run.mirror.reports.values())
         return profile_of(Path(script).stem, notes, built, run.samples, stages, spans, retains)
 
 

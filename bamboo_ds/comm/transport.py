@@ -120,6 +120,10 @@ class Transport:
         self._links.send(lane.destination, self._key(lane), sequence, payload)
         return payload
 
+    def put_aside(self, payload: Payload | Staged) -> Payload | Staged:
+        """``payload`` in a form that takes no memory of a device, to be sent later."""
+        return payload if isinstance(payload, Staged) else wire.staged(payload) or payload
+
     def drain(self) -> None:
         """Wait until all messages that this member sent are in the memory of the receiving processes.
 
@@ -129,8 +133,14 @@ class Transport:
         self._check("drain")
         self._links.flush()
 
-    def recv(self, lane: Lane, sequence: int, timeout: timedelta | None = None) -> Payload:
+    def recv(self, lane: Lane, sequence: int, timeout: timedelta | None = None, parked: bool = False) -> Payload:
         """The next message of ``lane``; blocks abortably.
+
+        Args:
+            lane: one that ends at this member.
+            sequence: number of the message.
+            timeout: how long to wait; ``None``: as long as it takes.
+            parked: what its sender has on its device stays in host memory here.
 
         Raises:
             ProtocolError: the next message is not number ``sequence``; it is not consumed.
@@ -147,15 +157,20 @@ class Transport:
             if messages[0].sequence != sequence:
                 raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {messages[0].sequence}")
             message = messages.popleft()
-        return message.payload(self._device)
+        return message.payload(self._device, parked)
 
-    def take(self, lane: Lane) -> list[tuple[int, Payload]]:
-        """What of ``lane`` has arrived, each with its number; also after an abort, until :meth:`close`."""
+    def take(self, lane: Lane, parked: bool = False) -> list[tuple[int, Payload]]:
+        """What of ``lane`` has arrived, each with its number; also after an abort, until :meth:`close`.
+
+        Args:
+            lane: one that ends at this member.
+            parked: see :meth:`recv`.
+        """
         messages = self._inbox(lane)
         with self._links.changed:
             taken = list(messages)
             messages.clear()
-        return [(message.sequence, message.payload(self._device)) for message in taken]
+        return [(message.sequence, message.payload(self._device, parked)) for message in taken]
 
     def discard(self, lane: Lane, below: int) -> bool:
         """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device.

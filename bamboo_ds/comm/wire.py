@@ -365,24 +365,37 @@ class PeerMessage:
     tensors: list[WireTensor]
     arrival: float
 
-    def payload(self, device: torch.device = HOST) -> Payload:
-        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread."""
-        return assemble(self.structure, self.tensors, device)
+    def payload(self, device: torch.device = HOST, parked: bool = False) -> Payload:
+        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread.
+
+        Args:
+            device: of this process.
+            parked: it stays in host memory.
+        """
+        return assemble(self.structure, self.tensors, device, parked=parked)
 
 
 def assemble(
-    structure: int, received: Sequence[WireTensor], device: torch.device = HOST, after: staging.Copy | None = None
+    structure: int,
+    received: Sequence[WireTensor],
+    device: torch.device = HOST,
+    after: staging.Copy | None = None,
+    parked: bool = False,
 ) -> Payload:
     """The payload that was sent. What its sender had on its device goes to ``device``, that of the receiver.
 
     Args:
-        after: brings it to the host.
+        structure: of the payload.
+        received: its tensors.
+        device: see above.
+        after: brings them to the host.
+        parked: they stay in host memory.
     """
     if structure == NOTHING:
         return None
     data = [each.data for each in received]
     there = [number for number, each in enumerate(received) if each.on_device]
-    if there:
+    if there and not parked:
         for number, copied in zip(there, _on_device([data[number] for number in there], device, after), strict=True):
             data[number] = copied
     tensors = tuple(replace(each, data=flat).tensor() for each, flat in zip(received, data, strict=True))

@@ -5,7 +5,10 @@ DeepSpeed is imported by the first question, and not before: a process that trai
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -20,7 +23,46 @@ def accelerator() -> Any:
     """DeepSpeed's accelerator: streams, generators, memory, names and communication of this process's devices."""
     from deepspeed.accelerator import get_accelerator
 
-    return get_accelerator()
+    found = get_accelerator()
+    return found.of_device if type(found) is _HostInOneThread else found
+
+
+class _HostInOneThread:
+    """The accelerator of host memory for the thread that makes it, for all others that of the device."""
+
+    def __init__(self, of_device: Any) -> None:
+        self.of_device, self._thread = of_device, threading.get_ident()
+
+    def __getattr__(self, name: str) -> Any:
+        here = threading.get_ident() == self._thread
+        return getattr(_of_host() if here else self.of_device, name)
+
+
+@cache
+def _of_host() -> Any:
+    from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
+
+    return CPU_Accelerator()
+
+
+@contextmanager
+def on_host() -> Iterator[None]:
+    """In the body DeepSpeed's own code makes its tensors in host memory, as in a process without another device.
+
+    That holds for the calling thread, and not for this package, which goes on computing on the device; see
+    :func:`accelerator`.
+    """
+    from deepspeed.accelerator import get_accelerator, real_accelerator
+
+    before = get_accelerator()
+    if type(before) is _HostInOneThread:
+        yield
+        return
+    real_accelerator.ds_accelerator = _HostInOneThread(before)
+    try:
+        yield
+    finally:
+        real_accelerator.ds_accelerator = before
 
 
 def current() -> torch.device:

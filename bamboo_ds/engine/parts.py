@@ -147,12 +147,13 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
         local.pristine = Pristine(ds.lr_scheduler, ds.basic_optimizer, given=ds.client_lr_scheduler)
 
     dataset = _dataset_of(ds, layout)
-    stage, limit = local_stage(ds, layout, mode.eager_backward), settings.topology.memory_limit
+    builder, limit = StageBuilder(context), settings.topology.memory_limit
+    stage = local_stage(ds, layout, mode.eager_backward, builder.parks)
     report = partial(channel.report_layout, stage=stage, memory=limit, device=device_of(context))
     needs = Needs(partial(report, layout, mode.replicas), dataset is None)
     supply = BatchSupply(context, dataset, ds.data_iterator, needs)
     host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)
-    saves, builder = Saves(job, settings.checkpoint, host, context.history), StageBuilder(context)
+    saves = Saves(job, settings.checkpoint, host, context.history)
     flags = flags_here(ds.device)
     answers = {History.PREFIX: context.history.answer, FLAGS: lambda _: json.dumps(flags)}
     session.offers.begin(settings.topology.transfer_mb_per_s, answers)

@@ -217,6 +217,17 @@ class ReplicaBuilt(EventBase):
     bytes: int = Field(ge=0, description="size of the state")
 
 
+class ReplicasPlaced(EventBase):
+    """A member of a device has its first replicas; also when their place changes."""
+
+    event: Literal["replicas_placed"] = "replicas_placed"
+    step: int = Field(ge=0, description="steps that are done")
+    global_step: int | None = GLOBAL_STEP
+    parked: bool = Field(description="those that compute nothing are in host memory")
+    reason: str | None = Field(description="why they are on the device")
+    bytes: int = Field(ge=0, description="size of their state")
+
+
 class Step(EventBase):
     """A step is committed and done."""
 
@@ -387,6 +398,7 @@ Event = (
     | Reconfigured
     | MembersAwaited
     | ReplicaBuilt
+    | ReplicasPlaced
     | Step
     | CollectiveIncomplete
     | IteratorsDiffer

@@ -80,6 +80,7 @@ class Pace:
         mode: what shadows do.
         blocks: that a stage is divided into, at most; 1: stages are computed whole.
         sync_every: ``redundancy.sync_every``.
+        parked: replicas are parked.
 
     Attributes:
         layout: the logical world.
@@ -103,6 +104,7 @@ class Pace:
         mode: RedundancyMode,
         blocks: int = AUTO,
         sync_every: Literal["auto"] | int = "auto",
+        parked: bool = False,
     ) -> None:
         self.profile, self.terms, self.mode = profile, terms, mode
         self.micro_batches = profile.micro_batches(pipelines)
@@ -129,7 +131,7 @@ class Pace:
         self._boundary = [part[-1].boundary_bytes for part in parts]
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
         kept = profile.precision, profile.optimizer, profile.zero, pipelines
-        self.state = StateBytes(*kept, eager_backwards=mode.eager_backward)
+        self.state = StateBytes(*kept, eager_backwards=mode.eager_backward, parked=parked)
         self.saved = replace(self.state, zero=False).copied
         self.sums_s = max(self.parameters) * profile.gradient_bytes / (terms.network_gb_s * 1e9)
         self.sync_every = 0
@@ -309,15 +311,14 @@ class Pace:
         return tuple(replace(each, passes=round(self._passes(stage))) for stage, each in enumerate(states))
 
     def _passes(self, stage: int) -> float:
-        """Bytes of the activations in flight, and of the tensors of the stage's boundary kept for a takeover."""
-        flying = min(self.layout.stages - stage, self.micro_batches)
-        return flying * self._kept[stage] + self.micro_batches * self._boundary[stage]
+        """Bytes of the activations in flight. Tensors that are kept for a takeover are in host memory."""
+        return min(self.layout.stages - stage, self.micro_batches) * self._kept[stage]
 
     def need(self, plan: Plan) -> float:
-        """Bytes of the member that needs most under ``plan``: states, activations, tensors kept for a takeover."""
+        """Bytes of the member that needs most under ``plan``: states and activations."""
         known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
         need: dict[str, float] = {member: sum(both) for member, both in known.items()}
-        for rank, member in plan.learners:
+        for rank, member in plan.learners if not self.state.parked else ():
             if member in need:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
         for rank, owner in enumerate(plan.owners):

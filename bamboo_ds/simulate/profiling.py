@@ -54,7 +54,7 @@ def layers_of(
         parameters: trainable ones, by layer.
         told: by stage.
         spans: of its members.
-        retains: boundary tensors are kept until the commit, as they are where there are replicas.
+        retains: boundary tensors are kept on the device until the commit: it is the host, and there are replicas.
 
     Raises:
         ConfigError: the spans do not have enough of it.

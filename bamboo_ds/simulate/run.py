@@ -170,7 +170,10 @@ class Simulation:
             setting = self.config.topology.blocks
             blocks = 1 if whole else AUTO if setting == "auto" else setting
             self._paces[mode, whole] = Pace(
-                self.profile, self.terms, *self.size, mode, blocks, self.config.redundancy.sync_every
+                *(self.profile, self.terms, *self.size, mode, blocks),
+                sync_every=self.config.redundancy.sync_every,
+                parked=self.config.redundancy.model_copy(update={"mode": mode}).parks
+                and bool(self.profile.memory_bytes),
             )
         return self._paces[mode, whole]
 

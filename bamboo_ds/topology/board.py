@@ -91,7 +91,11 @@ class Board:
         """Whether ``member`` may hold the role."""
         if member not in self.left:
             return True
-        kept = 0 if self.exchanging or self._previous.owners[rank] == member else self._leaving[member]
+        kept = (
+            0
+            if self.exchanging or self._room.parked or self._previous.owners[rank] == member
+            else self._leaving[member]
+        )
         return self._room.owned(rank, member) <= self.left[member] - kept
 
     def size(self, rank: int) -> int:

@@ -167,7 +167,9 @@ class Divider:
 
     def _has_room(self, rank: int, member: str, left: int, copying: int) -> bool:
         held = member in (self._previous.owners[rank], self._previous.shadows[rank])
-        return self._room.shadowed(rank, member) <= left and (held or self._room.owned(rank, member) <= copying)
+        return self._room.shadowed(rank, member) <= left and (
+            held or self._room.copying(rank, member) <= max(0, copying)
+        )
 
 
 def _distance(stages: Sequence[int], stage: int) -> int:

@@ -96,7 +96,7 @@ class _Fitting:
         if member not in self._left:
             return True
         meanwhile = (self._exchanging if exchanging else self._copying)[member]
-        copied = (rank, member) in self._held or self._room.owned(rank, member) <= meanwhile
+        copied = (rank, member) in self._held or self._room.copying(rank, member) <= max(0, meanwhile)
         return copied and self._room.shadowed(rank, member) <= self._left[member]
 
     def _give(self, rank: int, member: str, exchanging: bool = False) -> bool:
@@ -123,7 +123,7 @@ class _Fitting:
         if member not in self._left:
             return
         before = self._entry(member)
-        size, copy = (each(rank, member) * sign for each in (self._room.shadowed, self._room.owned))
+        size, copy = (each(rank, member) * sign for each in (self._room.shadowed, self._room.copying))
         self._left[member] -= size
         if (rank, member) not in self._held:
             self._copying[member] -= copy

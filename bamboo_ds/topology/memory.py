@@ -21,6 +21,14 @@ _OPTIMIZERS = {
     "sgd": 4,
     WITHOUT_MOMENTUM.lower(): 0,
 }
+#: Classes of optimizers that compute each element by itself, by module and name; replicas of others are not parked.
+ELEMENTWISE = frozenset(
+    {
+        *((f"torch.optim.{name.lower()}", name) for name in ("Adam", "AdamW", "SGD", "Adagrad")),
+        ("deepspeed.ops.adam.fused_adam", "FusedAdam"),
+        ("deepspeed.ops.lion.fused_lion", "FusedLion"),
+    }
+)
 #: What is assumed of others.
 _LIKE_ADAM = 8
 
@@ -41,12 +49,15 @@ class StageMemory:
         copied: what goes to a member that gets a copy.
         passes: what passes of an iteration keep at most; 0 before it has been measured. A shadow needs as much as an
             owner: it computes parts of the stage, and goes on with all of it after a loss.
+        parked: copies that compute nothing are in host memory. A shadow keeps the room for its replica free, for when
+            it does; a copy that is being made needs none.
     """
 
     own: int
     replica: int
     copied: int
     passes: int = 0
+    parked: bool = False
 
 
 @dataclass(frozen=True)
@@ -60,6 +71,7 @@ class StateBytes:
         pipelines: their number.
         fp32_gradients: bf16 with gradients accumulated in fp32, DeepSpeed's default.
         eager_backwards: shadows run redundant backward passes.
+        parked: see :class:`StageMemory`.
     """
 
     precision: Precision = "fp32"
@@ -68,11 +80,21 @@ class StateBytes:
     pipelines: int = 1
     fp32_gradients: bool = True
     eager_backwards: bool = False
+    parked: bool = False
 
     @property
     def known(self) -> bool:
         """Whether the optimizer's own state is known."""
         return self.optimizer is not None and self.optimizer.lower() in _OPTIMIZERS
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether, by its name, the optimizer is one of :data:`ELEMENTWISE`, under a configuration's name as well."""
+        return (self.optimizer or "").lower() in {
+            "lion",
+            WITHOUT_MOMENTUM.lower(),
+            *(n.lower() for _, n in ELEMENTWISE),
+        }
 
     @property
     def frozen(self) -> float:
@@ -95,11 +117,16 @@ class StateBytes:
 
     @property
     def shadow(self) -> float:
-        """Bytes per parameter of a role on its shadow: as much, and with ZeRO-1 the flat parameters once more."""
+        """Bytes per parameter of a role on its shadow: as much, and with ZeRO-1 the flat parameters once more.
+
+        Of one that is parked: what it takes when it computes.
+        """
+        if self.parked:
+            return self.owner
         return self.owner + (2 if self.zero else 0) + (4 if self.eager_backwards else 0)
 
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:
         """What a stage takes that has so many trainable parameters, and so many others."""
         fixed = frozen * self.frozen
         own, replica, copied = (round(parameters * each + fixed) for each in (self.owner, self.shadow, self.copied))
-        return StageMemory(own, replica, copied)
+        return StageMemory(own, replica, copied, parked=self.parked)

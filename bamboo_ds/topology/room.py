@@ -27,6 +27,7 @@ class Room:
 
     Attributes:
         limits: bytes, by member of which they are known; empty where nothing is known of stages.
+        parked: copies that are being made are in host memory, which has no limit here.
     """
 
     def __init__(self, plan: Plan, members: Iterable[Candidate]) -> None:
@@ -37,6 +38,7 @@ class Room:
         self._state = [stage.own for stage in stages]
         self._own = [stage.own + stage.passes for stage in stages]
         self._replica = [stage.replica + stage.passes for stage in stages]
+        self.parked = any(stage.parked for stage in stages)
 
     def owned(self, rank: int, member: str) -> int:
         """Bytes that a role takes on ``member`` as its owner, besides what is there in any case."""
@@ -45,6 +47,10 @@ class Room:
     def shadowed(self, rank: int, member: str) -> int:
         """The same as its shadow."""
         return self._replica[rank] - (self._state[rank] if self._homes[member] == rank else 0)
+
+    def copying(self, rank: int, member: str) -> int:
+        """The same while it makes a copy."""
+        return 0 if self.parked else self.owned(rank, member)
 
     def size(self, rank: int) -> int:
         """Bytes that a role takes where nothing of it is there."""
@@ -67,7 +73,7 @@ class Room:
     ) -> dict[str, int]:
         """Bytes that are left by member with a limit, below 0 where it would hold more than it may.
 
-        A copy that is being made takes as much as an owned role.
+        A copy that is being made takes as much as an owned role, or nothing (:meth:`copying`).
         """
         found = {member: self.free(member) for member in self.limits}
         homes, state = self._homes, self._state
@@ -78,7 +84,7 @@ class Room:
                     found[member] -= sizes[rank] - (state[rank] if homes[member] == rank else 0)
         for rank, learner in learners:
             if learner in found and learner not in (owners[rank], shadows[rank] if shadows else None):
-                found[learner] -= self.owned(rank, learner)
+                found[learner] -= self.copying(rank, learner)
         return found
 
     def crowded(self, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[str, ...]:
@@ -93,7 +99,7 @@ def while_copying(plan: Plan, target: Plan, learners: Collection[tuple[int, str]
     """
     shadows = list(plan.shadows)
     left = room.left(plan.owners, shadows, learners)
-    for member in dict.fromkeys(member for _, member in learners):
+    for member in dict.fromkeys(member for _, member in learners) if not room.parked else ():
         missing = -left.get(member, 0)
         lost = [r for r, m in enumerate(shadows) if m == member and member not in (target.owners[r], target.shadows[r])]
         for rank in sorted(lost, key=lambda rank: (-room.shadowed(rank, member), rank)) if missing > 0 else ():

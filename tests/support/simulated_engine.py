@@ -83,7 +83,7 @@ class _Builder(StageBuilder):
 
     member: Member
 
-    def build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
+    def build(self, role: Role, state: Any, pristine: Pristine | None, parked: bool = False) -> StageRuntime:
         self.binding.refresh()
         local = self.binding.local
         runtime = local if role == local.role else self.member.runtime(self.ds, self.groups, role, seed=1000)

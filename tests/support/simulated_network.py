@@ -353,7 +353,7 @@ class SimulatedTransport:
         self._begin("drain")
         self._network.await_delivery(self._mine)
 
-    def recv(self, lane: Lane, sequence: int) -> Payload:
+    def recv(self, lane: Lane, sequence: int, parked: bool = False) -> Payload:
         assert lane.destination == self._mine.member
         self._begin(f"receive {sequence} on {lane.name}")
         self._network.receive(self._mine, self._key(lane), [lane.source])
@@ -363,11 +363,15 @@ class SimulatedTransport:
         self._mine.inboxes[self._key(lane)].popleft()
         return payload
 
-    def take(self, lane: Lane) -> list[tuple[int, Payload]]:
+    def take(self, lane: Lane, parked: bool = False) -> list[tuple[int, Payload]]:
         messages = self._mine.inboxes[self._key(lane)]
         taken = [] if self._closed else [(number, payload) for _, number, payload in messages]
         messages.clear()
         return taken
+
+    def put_aside(self, payload: Payload) -> Payload:
+        """All is in host memory."""
+        return payload
 
     def discard(self, lane: Lane, below: int) -> bool:
         messages = self._mine.inboxes[self._key(lane)]

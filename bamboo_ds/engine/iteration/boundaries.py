@@ -124,7 +124,9 @@ class Boundaries(InContext):
             if lane is not None:
                 payload = self.epoch.transport.send(lane, micro_batch, payload)
         if self.context.retains:
-            store[micro_batch] = payload
+            here = all(lane.destination == self.epoch.member for lane in lanes if lane is not None)
+            # What another member is sent waits in host memory already.
+            store[micro_batch] = self.epoch.transport.put_aside(payload) if here else payload
 
     # -- bubbles ------------------------------------------------------------------------------------------
 
@@ -133,10 +135,15 @@ class Boundaries(InContext):
         self._waits[place] = begin = time.monotonic()
         return begin
 
-    def receive(self, lane: Lane, sequence: int, place: Hashable) -> Payload:
-        """Receive, and remember for how long the member would have been idle at ``place``."""
+    def receive(self, lane: Lane, sequence: int, place: Hashable, parked: bool = False) -> Payload:
+        """Receive, and remember for how long the member would have been idle at ``place``.
+
+        Args:
+            lane, sequence, parked: see :meth:`~bamboo_ds.comm.transport.Transport.recv`.
+            place: names the receive.
+        """
         arrival = self.epoch.transport.arrival(lane)
-        payload = self.epoch.transport.recv(lane, sequence)
+        payload = self.epoch.transport.recv(lane, sequence, parked=parked)
         begin = self._waits.pop(place, None)
         if begin is not None:
             self.idle.observe(place, (arrival if arrival is not None else time.monotonic()) - begin)

@@ -106,7 +106,9 @@ class Division(InContext):
             layers = runtime.layers.capture(self.progress.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
                 first = runtime.share.first_layers
-                layers |= {name: first[name] for name in ("buffers", "extra", "numbers", "tensors", "whole")}
+                layers |= {
+                    name: first[name] for name in ("buffers", "extra", "extra_on", "numbers", "tensors", "whole")
+                }
             told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
         lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
         self.epoch.transport.send(lane, self.progress.sequence, told)

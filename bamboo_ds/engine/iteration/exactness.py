@@ -82,6 +82,7 @@ class ExactChecks(InContext):
     rests: bool = field(default=False, init=False)
     _tally: Tally = field(default_factory=Tally, init=False)
     _traces: Traces = field(default_factory=Traces, init=False)
+    _brought: list[StageRuntime] = field(default_factory=list, init=False)
     _skipped: set[Role] = field(default_factory=set, init=False)
     _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
     _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
@@ -101,6 +102,7 @@ class ExactChecks(InContext):
             self.redone, self.rests = 0, self.progress.steps == self.steps - 2
             self._skipped.clear()
             self._traces.clear()
+            self._brought.clear()  # a loss has interrupted their rehearsal; they are parked when the iteration ends
 
     def end_iteration(self, outcome: Outcome) -> None:
         """An iteration is over: compare the replicas, unless a loss has hit it.
@@ -173,6 +175,7 @@ class ExactChecks(InContext):
                 self._look_closer(lanes, transport, owned, "rehearsal")
             self._tally.rehearsals += 1
             self.binding.use(before)
+            self._put_back()
 
     @contextmanager
     def _timed(self) -> Iterator[None]:
@@ -190,7 +193,11 @@ class ExactChecks(InContext):
         if role in tally.exhausted:
             self._skipped.add(role)
             return
+        parked, redone = replica.parked, self.redone
         try:
+            self.builder.move(replica, parked=False)
+            if parked:
+                self._brought.append(replica)
             self._redo(lanes, transport, replica)
             return
         except torch.OutOfMemoryError as error:
@@ -198,10 +205,8 @@ class ExactChecks(InContext):
         # Here, where the traceback does not hold the pass's tensors any more.
         tally.exhausted.add(role)
         self._skipped.add(role)
-        self.redone -= self.ds.micro_batches - replica.share.part.forwards
-        self.binding.refresh()
-        replica.forget_passes()
-        self.binding.reload()
+        self.redone = redone
+        self._forget(replica)
         release_cache(self.ds.device)
         logger.warning(
             "the check of the first steps: the rehearsal of role %s has exhausted the memory, and is left out: %s. A "
@@ -227,6 +232,22 @@ class ExactChecks(InContext):
         self.binding.use(replica)
         self._check(lanes, transport, role, self._computed(role))
         self._tally.roles.add(role)
+
+    def _put_back(self) -> None:
+        """Park again what was brought to the device for rehearsals."""
+        for replica in self._brought:
+            self.redone -= replica.share.part.forwards
+            self._forget(replica)
+            self.builder.move(replica, parked=True)
+        if self._brought:
+            self._brought.clear()
+            release_cache(self.ds.device)
+
+    def _forget(self, replica: StageRuntime) -> None:
+        """Forget the passes of a rehearsal."""
+        self.binding.refresh()
+        replica.forget_passes()
+        self.binding.reload()
 
     def _drop_skipped(self, lanes: RehearsalLanes, transport: Transport) -> None:
         """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""

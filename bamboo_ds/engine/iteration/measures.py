@@ -110,7 +110,7 @@ class IdleTimes:
         self._idle.clear()
 
 
-def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool) -> StageMemory:
+def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool, parked: bool) -> StageMemory:
     """What the stage takes that this member's script runs as, without its passes."""
     optimizer = ds.basic_optimizer
     state = StateBytes(
@@ -120,6 +120,7 @@ def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool) -> 
         pipelines=layout.copies,
         fp32_gradients=ds.accumulates_in_fp32,
         eager_backwards=eager_backwards,
+        parked=parked,
     )
     counts = [0, 0]
     for parameter in ds.module.parameters():
@@ -143,7 +144,8 @@ class PassBytes(InContext):
     """What passes of an iteration keep of the stages that this member owns, in bytes, at most.
 
     That is what autograd saves of the micro-batches that are on their way at the same time, and the tensors at the
-    stage's boundaries of all micro-batches. It is counted once for each stage, in the last micro-batch of an iteration.
+    stage's boundaries: where members compute in host memory those of all micro-batches, since what they keep for a
+    takeover is there, too. It is counted once for each stage, in the last micro-batch of an iteration.
 
     Attributes:
         on: whether it is counted.
@@ -183,7 +185,8 @@ class PassBytes(InContext):
             boundary += _bytes_of(buffers["inputs"][micro_batch])  # as many of their gradients
         under_way = min(count, self.layout.stages - stage)
         saved = runtime.share.part.saved.pop(micro_batch)
-        self._found[stage] = under_way * saved + (count if self.context.retains else under_way) * boundary
+        kept_here = self.context.retains and self.ds.device.type == HOST.type
+        self._found[stage] = under_way * saved + (count if kept_here else under_way) * boundary
 
 
 def _bytes_of(value: object) -> int:

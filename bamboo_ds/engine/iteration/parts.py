@@ -64,5 +64,5 @@ class IterationParts:
         )
         self.own = OwnCheckpoints(context, saves)
         self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
-        self.steps = Steps(context, generators)
+        self.steps = Steps(context, generators, builder)
         self.replication = Replication(context, self.boundaries, self.checks, self.steps, self.constructions)

@@ -126,14 +126,15 @@ class Replication(InContext):
 
         The step of the iteration before is taken first, so that both have taken the same.
         """
+        parked = role in self.constructions or self.binding.runtimes[role].parked
         if role not in self.constructions:
             self.binding.runtimes[role].catch_up()
         lane = self.epoch.lanes.replica(role, self.epoch.member)
-        payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None))
+        payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None), parked)
         told = StepMessage(**from_message(payload))
         same = self.epoch.lanes.to(Stream.TOLD, role, self.epoch.member)
         assert same is not None
-        self.epoch.transport.take(same)
+        self.epoch.transport.discard(same, self.progress.sequence + 1)
         construction = self.constructions.get(role)
         if construction is not None:
             construction.incoming = told.reduced, told.layers, told.trained

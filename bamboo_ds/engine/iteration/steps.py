@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -12,8 +12,10 @@ import torch
 from ...comm.attachment import Answer
 from ...errors import ProtocolError
 from ..context.shared import InContext
+from ..replicas.building import StageBuilder
 from ..replicas.replica import checksums, combined
 from ..stage.answers import Answers, Refusal, stepping_alone
+from ..stage.chunks import ChunkedStep
 from ..stage.commit import global_norm
 from ..stage.rng import Drawing
 from ..stage.runtime import StageRuntime
@@ -26,6 +28,7 @@ class Steps(InContext):
     """Steps with DeepSpeed's own optimizers. Each runs alone: its collectives are answered from the commit."""
 
     generators: RoleGenerators
+    builder: StageBuilder
 
     def step_owned(self, lr_kwargs: Any = None) -> None:
         """The step of the bound role, with DeepSpeed's reports."""
@@ -36,7 +39,9 @@ class Steps(InContext):
 
     def step_replica(self, runtime: StageRuntime) -> None:
         """The step of a replica."""
-        with self.binding.bound(runtime):
+        if not self.builder.parks:  # any more
+            self.builder.move(runtime, parked=False)
+        with self.binding.bound(runtime), self.builder.at_home(runtime):
             self._apply_reduced(runtime)
             self.ds.quiet_step()
             self._note_checksum(runtime)
@@ -44,8 +49,11 @@ class Steps(InContext):
     def take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed takes the step of the bound role."""
         runtime = self.binding.current
-        alone = stepping_alone(runtime.optimizer.inner, partial(self.groups.acting_for, runtime.role))
-        with self._answering(runtime), alone, self.generators.keyed(Drawing.STEP, runtime):
+        inner = runtime.optimizer.inner
+        chunks = ChunkedStep(inner, self.ds.device) if runtime.parked and inner is not None else None
+        alone = stepping_alone(inner, partial(self.groups.acting_for, runtime.role), chunks)
+        rounding = runtime.optimizer.rounding_as_on(self.ds.device) if runtime.parked else nullcontext()
+        with self._answering(runtime), alone, rounding, self.generators.keyed(Drawing.STEP, runtime):
             self.ds.take_model_step(lr_kwargs)
         runtime.stale = self.layout.sharded
 
@@ -74,7 +82,8 @@ class Steps(InContext):
         """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
         if runtime.results.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
-        runtime.optimizer.apply(runtime.results.reduced)
+        device = runtime.device(self.ds.device)
+        runtime.optimizer.apply([gradient.to(device) for gradient in runtime.results.reduced])
         if runtime.results.layers is not None:
             runtime.layers.restore(runtime.results.layers)
         runtime.layers.tensors.settle()

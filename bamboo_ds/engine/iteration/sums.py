@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_map_only
 
 from ...errors import ProtocolError
 from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, Held, PartProgress, affordable, syncs, ways
@@ -149,7 +150,8 @@ class PartialSums(InContext):
         for stream, role, lane in self.epoch.lanes:
             if stream is not Stream.SUMS or lane.destination != self.epoch.member:
                 continue
-            for sequence, payload in self.epoch.transport.take(lane):
+            runtime = self.binding.runtimes.get(role)
+            for sequence, payload in self.epoch.transport.take(lane, runtime is None or runtime.parked):
                 if sequence == self.progress.sequence:
                     told = from_message(payload)
                     place = role, told.pop("begin"), told.pop("end")
@@ -208,8 +210,10 @@ class PartialSums(InContext):
                 layers["buffers"] = {name: buffers[name] for name in buffers if name.rpartition(".")[0] in names}
             runtime.layers.restore(layers)
         if runtime.at_ends(part, self.layout.stages)[1]:
-            losses = {"total_loss": sums.losses["total"], "total_additional_losses": sums.losses["more"]}
-            runtime.attributes.update(losses)
+            total, more = tree_map_only(
+                torch.Tensor, lambda each: each.to(self.ds.device), (sums.losses["total"], sums.losses["more"])
+            )
+            runtime.attributes.update(total_loss=total, total_additional_losses=more)
 
     def follow(self, replica: StageRuntime) -> None:
         """Have a replica that computes redundantly leave out the passes that sums which have arrived make needless."""

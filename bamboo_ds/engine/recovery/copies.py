@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 from ...comm.bulk.copying import Fetch
 from ...control.registry.records import WorkerState
@@ -21,7 +22,7 @@ from ..replicas.construction import FETCH_TIMEOUT_S, Construction, Kept, Snapsho
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.runtime import StageRuntime
-from ..stage.schedulers import SchedulerPosition
+from ..stage.schedulers import Pristine, SchedulerPosition
 from ..stage.work import Verification
 from .reports import Reports, all_at_boundary
 
@@ -60,17 +61,20 @@ class Copies(InContext):
         for role in roles:
             incoming = self.epoch.lanes.to(Stream.STATE, role, member)
             if incoming is not None:
-                state = from_message(transport.recv(incoming, self.progress.sequence))
+                state = from_message(transport.recv(incoming, self.progress.sequence, parked=True))
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()
-                    construction.runtime = self.builder.build(role, state, self.binding.local.pristine)
+                    construction.runtime = self._build(role, state, self.binding.local.pristine)
                     self._complete(construction)
                 elif role in runtimes:
                     self.builder.restore(runtimes[role], state)
                 else:
-                    runtimes[role] = self.builder.build(role, state, self.binding.local.pristine)
+                    runtimes[role] = self._build(role, state, self.binding.local.pristine)
         transport.drain()
+
+    def _build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
+        return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
 
     def follow_layers(self, role: Role, layers: Tree) -> None:
         """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
@@ -203,7 +207,7 @@ class Copies(InContext):
             sequence, state = found
             construction.forget(sequence)
             pristine = construction.scheduled_by(self.binding.local.pristine)
-            construction.runtime = self.builder.build(construction.role, state, pristine)
+            construction.runtime = self._build(construction.role, state, pristine)
             construction.follows = construction.position(sequence) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it

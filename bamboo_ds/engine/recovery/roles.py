@@ -68,6 +68,11 @@ class RoleTransfer(InContext):
                 runtimes[role].owned = False
             else:
                 self.binding.drop(role)
+        # What computes comes to the device when there is room for it.
+        self.builder.park(plan)
+        for role, runtime in runtimes.items():
+            if role in owned or plan.lending(role) is not None:
+                self.builder.move(runtime, parked=False)
 
     def _clone(self, role: Role, plan: Plan) -> StageRuntime:
         """A runtime for ``role`` from the same stage of another pipeline, which this member holds.

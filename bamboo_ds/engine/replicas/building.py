@@ -6,18 +6,23 @@ import copy
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from deepspeed.runtime.utils import is_model_parallel_parameter
+from deepspeed.utils.timer import NoopTimer
+from torch import nn
 
+from ...devices import staging
+from ...devices.accelerators import on_host
 from ...errors import ProtocolError
 from ...stages import built
 from ...state import join, split
-from ...topology import Role
+from ...topology import Plan, Role
 from ..context.shared import InContext
 from ..stage.answers import ignore
+from ..stage.chunks import unchunked
 from ..stage.clones import begin_groups, clone_optimizer
 from ..stage.layers import Layers
 from ..stage.rng import left_alone
@@ -39,6 +44,7 @@ class StageBuilder(InContext):
     """
 
     compiled_with: dict[str, Any] | None = None
+    _told: str | None = field(default="", init=False)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -60,13 +66,31 @@ class StageBuilder(InContext):
                 if runtime.module is not local:
                     runtime.module.compile(**self.compiled_with)
 
-    def build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
+    @property
+    def parks(self) -> bool:
+        """Whether replicas that compute nothing are in host memory."""
+        return staging.current() is not None and self.resident is None
+
+    @property
+    def resident(self) -> str | None:
+        """Why replicas stay on this member's device; ``None``: they do not, if it has one."""
+        if not self.settings.redundancy.park:
+            return "redundancy.park is false"
+        if self.mode.eager_forward:
+            return f"in redundancy.mode {self.mode.value} they compute"
+        optimizer = self.binding.local.optimizer
+        if any(master.dtype != torch.float32 for master in optimizer.masters()):
+            return "masters are in lower precision, in which devices may round otherwise"
+        return None if optimizer.inner is None else unchunked(optimizer.inner)
+
+    def build(self, role: Role, state: Any, pristine: Pristine | None, parked: bool = False) -> StageRuntime:
         """A runtime for ``role`` with ``state``; not yet one of this member's.
 
         Args:
             role: the role.
             state: what :func:`.replica.capture` gave on its owner.
             pristine: what its scheduler is made of, if it is one that scripts have brought.
+            parked: in host memory; the local one never is.
 
         Raises:
             ProtocolError: it is the local role, whose script has another scheduler by now.
@@ -79,12 +103,95 @@ class StageBuilder(InContext):
             self.restore(local, state)
             return local
         runtime = self._empty(role)
-        runtime.pristine = pristine
-        # Scripts evaluate without gradients, and optimizers hook into the graph.
-        with self.binding.bound(runtime), torch.enable_grad():
-            self._make_stage(runtime, state)
+        runtime.pristine, runtime.parked = pristine, parked
+        with self._making(runtime):
+            self._make_module(runtime, state)  # by constructors of the script, which may ask for the device
+            with self.at_home(runtime):
+                self._make_optimizer(runtime, state)
+            self.ds.make_forward_hooks()
+            runtime.layers = Layers(runtime.module)
+            self.restore(runtime, state)
         runtime.begin_iteration()
         return runtime
+
+    @contextmanager
+    def _making(self, runtime: StageRuntime) -> Iterator[None]:
+        """The body makes parts of ``runtime``, which is bound in it."""
+        # Scripts evaluate without gradients, and optimizers hook into the graph.
+        with self.binding.bound(runtime), torch.inference_mode(False), torch.enable_grad():
+            yield
+
+    @contextmanager
+    def at_home(self, runtime: StageRuntime) -> Iterator[None]:
+        """In the body DeepSpeed's own code computes where the tensors of ``runtime`` are, which is bound."""
+        if not runtime.parked:
+            yield
+            return
+        timers, self.ds.timers = self.ds.timers, NoopTimer()  # these are the device's
+        try:
+            with on_host():
+                yield
+        finally:
+            self.ds.timers = timers
+
+    def move(self, runtime: StageRuntime, parked: bool) -> None:
+        """Move a runtime between host memory and the device; for its owner and for passes it has to be there.
+
+        It has begun no passes, or they are forgotten. What members have sent for its step stays where it is.
+
+        Raises:
+            torch.OutOfMemoryError: the device has no room for it, so that it stays parked.
+        """
+        if runtime.parked is parked:
+            return
+        runtime.catch_up()
+        self.binding.refresh()
+        state, verification = capture(runtime), runtime.verification
+        with self._making(runtime):
+            runtime.optimizer.clear()
+            runtime.optimizer.release()
+        try:
+            self._move(runtime, state, parked)
+        except Exception:
+            self._move(runtime, state, not parked)
+            raise
+        finally:
+            runtime.verification = verification
+
+    def _move(self, runtime: StageRuntime, state: Any, parked: bool) -> None:
+        runtime.parked = parked
+        with self._making(runtime):
+            relocate(runtime.module, runtime.device(self.ds.device))
+            runtime.layers.follow_parameters()
+            self.groups.connect_ties(runtime.module, runtime.role)
+            with self.at_home(runtime):
+                self._make_optimizer(runtime, state)
+            self.restore(runtime, state)
+
+    def park(self, plan: Plan) -> None:
+        """Park the replicas that have computed nothing in this iteration, and under ``plan`` do not.
+
+        But for the local one, which is the script's own.
+        """
+        found = [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
+        if staging.current() is None or not found:
+            return
+        reason = self.resident
+        for runtime in found:
+            if reason is not None:
+                self.move(runtime, parked=False)
+            elif plan.lending(runtime.role) is None and not runtime.share.begun:
+                self.move(runtime, parked=True)
+        if reason != self._told:
+            self._told = reason
+            logger.info("replicas that compute nothing are %s", f"on the device: {reason}" if reason else "parked")
+            self.epoch.channel.event(
+                "replicas_placed",
+                step=self.progress.steps,
+                parked=reason is None,
+                reason=reason,
+                bytes=sum(tensor.nbytes for runtime in found for tensor in runtime.tensors()),
+            )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:
         """Make ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
@@ -138,10 +245,10 @@ class StageBuilder(InContext):
         )
         return runtime
 
-    def _make_stage(self, runtime: StageRuntime, state: Any) -> None:
-        """Give the bound ``runtime`` module, optimizer and scheduler of its role, with ``state``."""
+    def _make_module(self, runtime: StageRuntime, state: Any) -> None:
+        """Give the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
         ds, local = self.ds, self.binding.local
-        module = build_stage_module(local.module, runtime.role.stage, ds.device)
+        module = build_stage_module(local.module, runtime.role.stage, runtime.device(ds.device))
         with left_alone(ds.device):
             built(module, runtime.role.stage)
         module._grid, module.global_rank = ds.grid, ds.global_rank
@@ -157,6 +264,10 @@ class StageBuilder(InContext):
         if self.compiled_with is not None:
             module.compile(**self.compiled_with)
         module.train()
+
+    def _make_optimizer(self, runtime: StageRuntime, state: Any) -> None:
+        """Give the bound ``runtime`` an optimizer and a scheduler over its module, made as those of ``state``."""
+        ds, local, module = self.ds, self.binding.local, runtime.module
         ds.param_names = {p: n for n, p in module.named_parameters()}
         own, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
         ds.basic_optimizer = ds.optimizer = None
@@ -169,10 +280,8 @@ class StageBuilder(InContext):
                     ds.optimizer = ds.wrap_optimizer(basic, wrapper)
             begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
         ds.lr_scheduler = self._make_scheduler(state, runtime.pristine)
-        ds.make_forward_hooks()
         self.binding.refresh()
-        runtime.layers, runtime.optimizer = Layers(module), stage_optimizer(ds, self.groups, runtime)
-        self.restore(runtime, state)
+        runtime.optimizer = stage_optimizer(ds, self.groups, runtime)
 
     def _make_scheduler(self, state: Any, pristine: Pristine | None) -> Any:
         """A learning-rate scheduler for the bound replica's optimizer, made as the one that ``state`` is of."""
@@ -181,3 +290,24 @@ class StageBuilder(InContext):
         if pristine is None:
             return self.ds.scheduler_from_config()
         return pristine.clone(self.ds.basic_optimizer, self.ds.optimizer)
+
+
+def relocate(module: nn.Module, device: torch.device) -> None:
+    """Move ``module`` to ``device``, with the marks and the hooks that a script has put on its parameters.
+
+    Between host memory and most devices parameters stay the objects that they are; on others torch makes new ones.
+    """
+    before = dict(module.named_parameters(remove_duplicate=False))
+    module.to(device)
+    found: dict[int, nn.Parameter] = {}  # by the original: one that layers share stays one
+    for name, original in before.items():
+        path, _, attribute = name.rpartition(".")
+        holder = module.get_submodule(path)
+        parameter = found.setdefault(id(original), getattr(holder, attribute))
+        if parameter is original:
+            continue
+        setattr(holder, attribute, parameter)
+        vars(parameter).update(vars(original))
+        for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+            if getattr(original, hooks):
+                setattr(parameter, hooks, getattr(original, hooks))

@@ -98,17 +98,21 @@ class Refusal:
 
 @contextmanager
 def stepping_alone(
-    optimizer: torch.optim.Optimizer, answering: Callable[[Answer], AbstractContextManager[None]]
+    optimizer: torch.optim.Optimizer,
+    answering: Callable[[Answer], AbstractContextManager[None]],
+    by: Callable[[], None] | None = None,
 ) -> Iterator[None]:
     """In the body the ``step`` of a torch optimizer that DeepSpeed's optimizer calls has its collectives refused.
 
     Args:
         optimizer: the one inside.
         answering: gives a context in which collectives have another answer.
+        by: what takes the step instead of the optimizer.
     """
-    step, own = optimizer.step, vars(optimizer).get("step")
+    step: Callable[..., Any] = by or optimizer.step
+    own = vars(optimizer).get("step")
 
-    @functools.wraps(step)
+    @functools.wraps(optimizer.step)
     def alone(*args: Any, **kwargs: Any) -> Any:
         with answering(Refusal(optimizer)):
             return step(*args, **kwargs)

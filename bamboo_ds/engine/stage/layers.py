@@ -141,6 +141,10 @@ class Layers:
                 "have done it themselves: make parts with tensors, and generators, in the layers' constructors"
             )
 
+    def follow_parameters(self) -> None:
+        """The stage has gone to another device, where its parameters may be other objects."""
+        self.parameters = {n: p for n, p in self._module.named_parameters() if n in self.parameters}
+
     def buffers(self) -> dict[str, torch.Tensor]:
         """Buffers by their names in the stage."""
         self._follow()
@@ -224,7 +228,8 @@ class Layers:
         self._tell_objects()
         return {
             "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
-            "extra": self.extra(),
+            "extra": (extra := self.extra()),
+            "extra_on": {path: [tensor.device.type for tensor in split(value)[1]] for path, value in extra.items()},
             "numbers": newer(self.numbers(), self.began),
             "tensors": packed(self.tensors.now() if whole else self.tensors.changed()),
             "whole": whole,
@@ -267,7 +272,9 @@ class Layers:
         self.set_numbers(given["numbers"])
         self.set_tensors(given["tensors"], given["whole"])
         for path, layer in self._extra:
-            layer.set_extra_state(given["extra"][path])
+            text, tensors = split(given["extra"][path])
+            places = zip(tensors, given["extra_on"][path], strict=True)
+            layer.set_extra_state(join(text, [tensor.to(place) for tensor, place in places]))
         with torch.no_grad():
             for name, value in given["parameters"].items():
                 self.parameters[name].copy_(value)
@@ -288,7 +295,7 @@ def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
         return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
 
     found = dict(mine)
-    for kind, whole in (("buffers", False), ("extra", True), ("numbers", True), ("tensors", True)):
+    for kind, whole in (("buffers", False), ("extra", True), ("extra_on", True), ("numbers", True), ("tensors", True)):
         either = {**mine[kind], **theirs[kind]}
         found[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
     return found

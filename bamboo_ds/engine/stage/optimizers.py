@@ -11,7 +11,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -84,7 +84,7 @@ def buckets(tensors: Tensors) -> Iterator[list[int]]:
 def laid_out(total: torch.Tensor | None, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """A sum as autograd has it: with the strides of the parameter, on which the order of a norm's additions depends."""
     if total is None or total.stride() == parameter.stride():
-        return total
+        return None if total is None else total.to(parameter.device)
     return torch.empty_like(parameter, dtype=total.dtype, requires_grad=False).copy_(total)
 
 
@@ -195,6 +195,14 @@ class StageOptimizer(ABC):
         """Put in place what :meth:`keep` gave."""
         for parameter, gradient in zip(self._runtime.trainable(), kept, strict=True):
             parameter.grad = gradient.reshape(parameter.shape)
+
+    def rounding_as_on(self, device: torch.device) -> AbstractContextManager[None]:
+        """In the body a step on tensors of the host rounds its own numbers as one on ``device`` would.
+
+        What steps without partitions compute of one number is Python's, or done by operations that all devices round
+        alike.
+        """
+        return nullcontext()
 
     def clear(self) -> None:
         """Forget all sums."""

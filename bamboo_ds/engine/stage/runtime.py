@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from ...devices.accelerators import HOST
 from ...topology import Role
 from .blocks import StageBlocks
 from .layers import Layers
@@ -81,6 +82,7 @@ class StageRuntime:
         trained: which parameters are trainable, where the script has changed that since the last iteration.
         stale: the stage's other roles have stepped, and their shards of the parameters are not here yet.
         pending: the step of the last iteration, where a replica has yet to take it; see :meth:`catch_up`.
+        parked: a replica's tensors are in host memory, whatever device this member computes on: until it computes.
     """
 
     role: Role
@@ -96,9 +98,14 @@ class StageRuntime:
     trained: list[bool] | None = field(default=None, init=False)
     stale: bool = field(default=False, init=False)
     pending: Callable[[StageRuntime], None] | None = field(default=None, init=False)
+    parked: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
         self.share = Share(self.blocks, {})
+
+    def device(self, own: torch.device) -> torch.device:
+        """Where its tensors are, on a member whose device is ``own``."""
+        return HOST if self.parked else own
 
     @property
     def usable(self) -> bool:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -165,6 +166,28 @@ class ZeroOptimizer(ShardedOptimizer):
     @property
     def norms(self) -> int:
         return len(self.groups())
+
+    @contextmanager
+    def rounding_as_on(self, device: torch.device) -> Iterator[None]:
+        """See :class:`StageOptimizer`: by how much gradients are scaled and clipped."""
+        zero = self.wrapper
+        norm, scale = zero.get_grad_norm_direct, zero.unscale_and_clip_grads
+
+        def norm_there(*args: Any, **kwargs: Any) -> torch.Tensor:
+            found: torch.Tensor = norm(*args, **kwargs)
+            return found.to(device)
+
+        def scale_here(gradients: Sequence[Any], total_norm: torch.Tensor) -> None:
+            factor = torch.ones((), device=device)
+            scale([factor], total_norm)
+            for gradient in gradients:
+                gradient.data.mul_(factor.to(gradient.device))
+
+        zero.get_grad_norm_direct, zero.unscale_and_clip_grads = norm_there, scale_here
+        try:
+            yield
+        finally:
+            del zero.get_grad_norm_direct, zero.unscale_and_clip_grads
 
     @property
     def _checks(self) -> bool:

@@ -1,0 +1,206 @@
+"""Steps of optimizers whose tensors are in host memory, on the device: chunk by chunk.
+
+::
+
+    host      parameters, gradients, state
+    in-stream    chunk 1   chunk 2   chunk 3
+    device                 step 1    step 2    step 3
+    out-stream                       chunk 1   chunk 2   chunk 3
+
+The step of each chunk is the optimizer's own, on tensors of the device: kernels of the host would round otherwise. That
+gives the bits of one step where each element is computed by itself (:data:`~bamboo_ds.topology.memory.ELEMENTWISE`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import defaultdict, deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch.optim import optimizer as torch_optimizers
+
+from ...devices import staging
+from ...devices.accelerators import HOST
+from ...devices.staging import StreamMark, Streams
+from ...topology.memory import ELEMENTWISE
+
+#: Elements of a chunk. A part of a tensor begins at a multiple of it: vectors of kernels are the same as in the whole.
+CHUNK = 1 << 21
+#: Chunks that take memory of the device at the same time.
+_UNDER_WAY = 2
+
+_HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+_ALL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
+
+
+def unchunked(optimizer: torch.optim.Optimizer) -> str | None:
+    """Why ``optimizer`` cannot be stepped chunk by chunk; ``None``: it can."""
+    kind = type(optimizer)
+    if (kind.__module__, kind.__qualname__) not in ELEMENTWISE:
+        return f"{kind.__qualname__} is none of {', '.join(sorted(name for _, name in ELEMENTWISE))}"
+    if any(group.get(name) for group in optimizer.param_groups for name in ("fused", "capturable", "differentiable")):
+        return f"{kind.__qualname__} is fused, capturable or differentiable"
+    # Of several parameters DeepSpeed's count the steps of a group's last one alone.
+    if not kind.__module__.startswith("torch.") and any(len(group["params"]) > 1 for group in optimizer.param_groups):
+        return (
+            f"{kind.__qualname__} has several parameters in a group, which DeepSpeed's optimizers of flat ones have not"
+        )
+    own = vars(optimizer).get("step")
+    if own is not None and not hasattr(own, "_wrapped_by_lr_sched"):
+        return f"the script has given {kind.__qualname__} another step"
+    if any(getattr(optimizer, name, None) for name in _HOOKS) or any(vars(torch_optimizers)[n] for n in _ALL_HOOKS):
+        return f"{kind.__qualname__} has hooks on its steps"
+    return None
+
+
+@dataclass(frozen=True, eq=False)
+class _Piece:
+    """A parameter, or a part of it, in host memory.
+
+    Attributes:
+        parameter: the whole.
+        state: what the optimizer's state has of it before the step.
+        begin, end: elements, of a part.
+    """
+
+    parameter: torch.Tensor
+    state: dict[str, Any]
+    begin: int = 0
+    end: int | None = None
+
+    @property
+    def size(self) -> int:
+        """Elements."""
+        return (self.parameter.numel() if self.end is None else self.end) - self.begin
+
+    def of(self, whole: torch.Tensor) -> torch.Tensor:
+        """The part of a tensor that is as large as the parameter."""
+        return whole if self.end is None else whole.view(-1)[self.begin : self.end]
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """What goes to the device, by names in the state."""
+        assert self.parameter.grad is not None
+        whole = {_PARAMETER: self.parameter.detach(), _GRADIENT: self.parameter.grad.detach()}
+        whole.update((name, value) for name, value in self.state.items() if _is_like(self.parameter, name, value))
+        return {name: self.of(tensor) for name, tensor in whole.items()}
+
+
+_PARAMETER, _GRADIENT = "", ".grad"
+
+
+def _is_like(parameter: torch.Tensor, name: str, value: Any) -> bool:
+    """Whether a state has under ``name`` a tensor of as many elements as the parameter, and no count of steps."""
+    return name != "step" and torch.is_tensor(value) and value.shape == parameter.shape
+
+
+@dataclass(eq=False)
+class ChunkedStep:
+    """The ``step`` of ``optimizer``, whose tensors are in host memory, on ``device``.
+
+    Args:
+        optimizer: one that :func:`unchunked` has nothing against.
+        device: where it computes.
+        chunk: elements.
+    """
+
+    optimizer: torch.optim.Optimizer
+    device: torch.device
+    chunk: int = CHUNK
+    _streams: Streams = field(init=False)
+    #: Copies to the host that are under way, with what has to be there until their marks.
+    _leaving: deque[tuple[StreamMark, Any]] = field(default_factory=deque, init=False)
+
+    def __post_init__(self) -> None:
+        found = staging.current()
+        assert found is not None, "host memory has no chunks"
+        self._streams = found.streams
+
+    @torch.no_grad()
+    def __call__(self) -> None:
+        """Take the step."""
+        twin = type(self.optimizer).__new__(type(self.optimizer))
+        # But for a step that a scheduler has marked, or that is this one: they are bound to the original.
+        vars(twin).update({name: value for name, value in vars(self.optimizer).items() if name != "step"})
+        for group in self.optimizer.param_groups:
+            before = {name: value for name, value in group.items() if name != "params"}
+            counts: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
+            for pieces in self._chunks(group["params"]):
+                twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(before), "params": []}]
+                self._step(twin, pieces, counts)
+                group.update({name: value for name, value in twin.param_groups[0].items() if name != "params"})
+            for parameter, found in counts.items():
+                self.optimizer.state[parameter].update(found)
+        self._await(0)
+        if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # as that would, else torch's schedulers warn
+            self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
+        """What is stepped together; one without pieces where a group has nothing to step, but may count."""
+        pieces: list[_Piece] = []
+        elements = 0
+        for piece in (each for p in parameters if p.grad is not None for each in self._pieces(p)):
+            if pieces and elements + piece.size > self.chunk:
+                yield pieces
+                pieces, elements = [], 0
+            pieces.append(piece)
+            elements += piece.size
+        yield pieces
+
+    def _pieces(self, parameter: torch.Tensor) -> Iterator[_Piece]:
+        whole = _Piece(parameter, dict(self.optimizer.state.get(parameter, {})))
+        count = parameter.numel()
+        if count <= self.chunk or not all(tensor.is_contiguous() for tensor in whole.tensors().values()):
+            yield whole
+            return
+        for begin in range(0, count, self.chunk):
+            yield replace(whole, begin=begin, end=min(begin + self.chunk, count))
+
+    def _step(self, twin: Any, pieces: list[_Piece], counts: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """The step of ``pieces`` by ``twin``, which has their group.
+
+        Args:
+            twin: of the optimizer.
+            pieces: of a chunk.
+            counts: gets what the state has of parameters besides tensors that are as large.
+        """
+        self._await(_UNDER_WAY - 1)
+        (group,) = twin.param_groups
+        hosts = [piece.tensors() for piece in pieces]
+        arrived, mark = self._streams.copy_in([tensor for each in hosts for tensor in each.values()], None)
+        self._streams.order(mark)
+        arriving = iter(arrived)
+        for piece, host in zip(pieces, hosts, strict=True):
+            found = {name: next(arriving) for name in host}
+            parameter = torch.nn.Parameter(found.pop(_PARAMETER), requires_grad=False)
+            parameter.grad = found.pop(_GRADIENT)
+            group["params"].append(parameter)
+            if piece.state:
+                twin.state[parameter] = {n: found[n] if n in found else self._count(v) for n, v in piece.state.items()}
+        twin.step()
+        sources, targets = [], []
+        for piece, parameter in zip(pieces, group["params"], strict=True):
+            sources.append(parameter.detach())
+            targets.append(piece.of(piece.parameter.detach()))
+            for name, value in twin.state.get(parameter, {}).items():
+                if not _is_like(parameter, name, value):
+                    counts[piece.parameter][name] = value.to(HOST) if torch.is_tensor(value) else value
+                    continue
+                own = self.optimizer.state[piece.parameter]
+                if name not in own:  # the first step makes it
+                    own[name] = torch.empty_like(piece.parameter, dtype=value.dtype, requires_grad=False)
+                sources.append(value)
+                targets.append(piece.of(own[name]))
+        self._leaving.append((self._streams.copy_out(sources, targets), (hosts, arrived, sources, targets)))
+
+    def _count(self, value: Any) -> Any:
+        """A count of steps as the step needs it: torch has it in host memory where a step is not captured."""
+        return value.clone() if torch.is_tensor(value) else value
+
+    def _await(self, most: int) -> None:
+        """Wait until only ``most`` chunks are on their way to the host."""
+        while len(self._leaving) > most:
+            self._leaving[0][0].synchronize()
+            self._leaving.popleft()
