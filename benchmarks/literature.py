@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import click
 from common import HERE, console, save_json
 from rich.table import Table
 
-from bamboo_ds.config import BambooConfig
+from bamboo_ds.config import BambooConfig, RedundancyMode
 from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market, parse
@@ -27,6 +28,8 @@ from bamboo_ds.simulate.run import LIMIT, Report, Simulation
 from bamboo_ds.simulate.terms import Terms
 
 SHARED = HERE.parent.parent / "shared"
+#: Arrangements that are tried first.
+TRIED = 4
 POLICIES = ("bamboo", "checkpoint-restart", LIMIT)
 _GIB = 2**30
 A40 = Device(149.7e12, 0.3, 696e9, 48 * _GIB, "NVIDIA A40 48 GB, speed ASSUMED: that of the published throughput")
@@ -60,10 +63,10 @@ def profile_of(model: Model, device: Device) -> Profile:
     return transformer(model.name, model.shape, 8, model.micro_batch, model.global_batch, True, device)
 
 
-def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int]:
-    """Pipelines and stages with which ``nodes`` are fastest, of those that fit on ``least`` as well.
+def sizes(profile: Profile, terms: Terms, nodes: int, least: int) -> list[tuple[int, int]]:
+    """Pipelines and stages for ``nodes``: those that fit on ``least`` as well, then those that fit, the fastest first.
 
-    Where none does: of those that fit on ``nodes``; where none does that either: the one that needs least memory.
+    Where none does: the one that needs least memory comes first.
     """
     config, whole = BambooConfig(), profile.global_batch // profile.micro_batch
     found: list[tuple[int, float, tuple[int, int]]] = []
@@ -76,7 +79,35 @@ def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[i
             fit = [pace.fits(plan) for plan in plans]
             rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.need(plans[0])
             found.append((-sum(fit) if fit[0] else 0, rating, (pipelines, stages)))
-    return min(found)[2]
+    return [size for *_, size in sorted(found)]
+
+
+def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int]:
+    """The first of :func:`sizes`."""
+    return sizes(profile, terms, nodes, least)[0]
+
+
+def settings_of(profile: Profile, mode: RedundancyMode = RedundancyMode.EAGER_FORWARD) -> BambooConfig:
+    """What a job on such devices goes by: its planner knows their memory."""
+    assert profile.memory_bytes is not None
+    limit = (profile.memory_bytes - profile.workspace_bytes) // 2**20
+    return BambooConfig().overridden({"topology.memory_limit_mb": limit, "redundancy.mode": mode})
+
+
+def best_job(
+    market: Market, profile: Profile, terms: Terms, tried: int, modes: Sequence[RedundancyMode]
+) -> tuple[tuple[int, int], RedundancyMode]:
+    """The arrangement and the mode that train most on ``market``, of the fastest few without losses, by simulation."""
+    counts = [count for *_, count in market.counts(terms.start_s)]
+    able = sizes(profile, terms, round(market.node_seconds / market.seconds), min(counts))[:tried]
+
+    def samples(job: tuple[tuple[int, int], RedundancyMode]) -> float:
+        (pipelines, stages), mode = job
+        config = settings_of(profile, mode)
+        whole = Simulation(lambda _: market, profile, terms, config, pipelines=pipelines, stages=stages)
+        return whole.alone("bamboo").samples_per_s
+
+    return max(((size, mode) for size in able for mode in modes), key=samples)
 
 
 def calibrated(model: Model, speed: float, nodes: int) -> Profile:
@@ -111,6 +142,7 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
     market, rows = parse(trace.read_text(), str(trace), 0), []
     counts = [count for *_, count in market.counts(TERMS.start_s)]
     mean, least = round(market.node_seconds / market.seconds), min(counts)
+    modes = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
     for model in MODELS:
         if chosen and model.name not in chosen:
             continue
@@ -119,11 +151,12 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
         published = reference["results_scaled_p3"][model.result]
         row: dict[str, Any] = {"model": model.name, "published": published}
         row["limit_replayed"] = replayed(market, table, TERMS.start_s)
-        size = best_size(profile, TERMS, mean, least)
-        simulation = Simulation(lambda _: market, profile, TERMS, pipelines=size[0], stages=size[1])
+        size, mode = best_job(market, profile, TERMS, TRIED, modes)
+        config = settings_of(profile, mode)
+        simulation = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
         report, _ = simulation.run(POLICIES)
         needed = [needed_gib(profile, size, count) for count in (mean, least)]
-        row |= {"size": size, "needed_gib": needed, **ours(report)}
+        row |= {"size": size, "mode": mode.value, "needed_gib": needed, **ours(report)}
         row["seconds"] = time.process_time() - begin
         rows.append(row)
         console.print(f"{model.name}: {row}", highlight=False)

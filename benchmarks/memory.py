@@ -32,6 +32,14 @@ BATCH = 64
 STATE = ("parameters", "gradients", "optimizer", "replica parameters", "replica gradients", "replica optimizer")
 RETAINED = ("saved", "boundary", "redundant saved", "other")
 MIB = 2**20
+#: What is measured on the device of the tests, of micro-batches of so many samples.
+DEVICE_MODES: dict[str, dict[str, Any]] = {
+    "none": {"mode": "none"},
+    "lazy": {"mode": "lazy-frc-lazy-brc"},
+    "lazy, not parked": {"mode": "lazy-frc-lazy-brc", "park": False},
+    "eager-frc": {"mode": "eager-frc-lazy-brc"},
+}
+DEVICE_BATCH = 8
 
 
 def measure(
@@ -68,6 +76,29 @@ def measure(
         }
         row[f"{when}_largest_bytes"] = {what: max(per_member(when, what)) for what in (*RETAINED, "tensors", "uss")}
     return row
+
+
+def measure_on_device(out: Path, size: tuple[int, int, int]) -> list[dict[str, Any]]:
+    """Peak bytes of the largest member on the device of the tests, whose memory is counted: a row for each mode.
+
+    Stock DeepSpeed has no collectives there; ``none`` holds the tensors that it does, as the figures of CPUs show.
+
+    Args:
+        out: folder of the jobs.
+        size: stages, micro-batches, width.
+    """
+    rows: list[dict[str, Any]] = []
+    stages, micro_batches, width = size
+    for name, redundancy in DEVICE_MODES.items():
+        folder = fresh(out / "jobs" / f"device-{name.replace(' ', '-')}")
+        block = {"redundancy": {"check_exact": 0, "verify_every": 0, **redundancy}}
+        config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=DEVICE_BATCH)
+        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(stages), "--device"]
+        job = run_bamboo(folder, stages, WORKERS / "small.py", [*arguments, "--steps", "6", "--width", str(width)], 900)
+        peak = max(result["device_peak"] for result in job.results().values())
+        rows.append({"mode": name, "peak": peak, "ratio": peak / rows[0]["peak"] if rows else 1.0})
+        console.print(f"  {name}: {peak / MIB:.0f} MiB, {rows[-1]['ratio']:.2f} of none")
+    return rows
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -121,11 +152,16 @@ def plot(rows: list[dict[str, Any]], title: str, path: Path) -> None:
 @click.option(
     "--training", type=click.Choice([name for name in TRAININGS if name != "tied"]), default="fp32", show_default=True
 )
+@click.option("--device", is_flag=True, help="Instead: peaks on the device of the tests, which is EMULATED.")
 @click.option("--quick", is_flag=True, help="Stock, lazy and eager-frc only.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(stages: int, micro_batches: int, width: int, training: str, quick: bool, out: Path) -> None:
+def main(stages: int, micro_batches: int, width: int, training: str, device: bool, quick: bool, out: Path) -> None:
     """Measure the memory of every mode on a small real CPU model with Adam."""
     out = out.resolve()
+    if device:
+        rows = measure_on_device(out, (stages, micro_batches, width))
+        save_json(out / "memory-device.json", {"emulated": True, "size": [stages, micro_batches, width], "rows": rows})
+        return
     modes = [mode for mode in MODES if not quick or mode.name in ("lazy", "eager-frc")]
     rows = []
     for mode in (None, *modes):

@@ -192,15 +192,17 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
 
 def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, faults: int, rate: float, seed: int,
               more: list[str], address: str | None,
-              sync_every: int | None) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+              sync_every: int | None, device: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
         "topology": {"blocks": blocks},
     }
-    if sync_every is not None:
-        block["redundancy"] = {"sync_every": sync_every}
+    redundancy: dict[str, Any] = {} if sync_every is None else {"sync_every": sync_every}
+    if device:
+        redundancy |= {"mode": "lazy-frc-lazy-brc", "verify_every": 20}
+    block["redundancy"] = redundancy
     if address is not None:
         block["observe"] = {"http": address}
     config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=batch)
@@ -216,6 +218,7 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
         str(steps),
     ]
     script += ["--forward-s", str(hold_s), "--until", str(until), "--out", str(folder)]
+    script += ["--device"] if device else []
     arguments = [str(WORKERS / "soak.py"), *script]
     options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(MEMBERS)]
     options += ["--slots-per-host", "2", "--min-members", "3", "--timeout-s", "90", "--ready-s", str(PATIENCE_S)]
@@ -280,12 +283,13 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
     help="Layers of a stage, which may be divided at each of them.",
 )
 @click.option("--sync-every", type=click.IntRange(min=0), help="redundancy.sync_every.  [default: as it is]")
+@click.option("--device", is_flag=True, help="On the device of the tests, which is EMULATED, with parked replicas.")
 @click.option("--scrape", is_flag=True, help="Scrape the job's metrics meanwhile, and compare them with its events.")
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, sync_every: int | None,
-         scrape: bool, quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
+         device: bool, scrape: bool, quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults, batch = out.resolve(), 20 if quick else faults, 2
     steps = steps or 100 + 20 * faults
@@ -293,7 +297,7 @@ def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, 
     begin = time.monotonic()
     address = free_address() if scrape else None
     measured, problems = disturbed(
-        folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address, sync_every
+        folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address, sync_every, device
     )
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:

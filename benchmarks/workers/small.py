@@ -17,6 +17,8 @@ from deepspeed.pipe import LayerSpec, PipelineModule
 from torch import nn
 
 CLASSES = 10
+#: Peaks of memory are those from this step on: replicas are made in the first one.
+FIRST = 3
 
 # DeepSpeed would compile a CPU collective on first use.
 sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]
@@ -57,9 +59,15 @@ def main() -> None:
     parser.add_argument("--blocks", type=int, default=2, help="per stage")
     parser.add_argument("--width", type=int, required=True)
     parser.add_argument("--measure-memory", action="store_true")
+    parser.add_argument("--device", action="store_true", help="the device of the tests; tell its peak")
     parser.add_argument("--out", type=Path, required=True)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     torch.set_num_threads(1)
+    if arguments.device:
+        sys.path.insert(0, str(Path(__file__).parents[2]))
+        from tests.support import far_device
+
+        far_device.install()
     # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
     get_accelerator().is_fp16_supported = lambda: True
     deepspeed.init_distributed()
@@ -78,6 +86,8 @@ def main() -> None:
     losses, seconds = [], []
     for step in range(arguments.steps):
         begin = time.perf_counter()
+        if step == FIRST:
+            get_accelerator().reset_peak_memory_stats()
         if meter is None:
             losses.append(float(engine.train_batch(data_iter=data)))
         else:
@@ -86,6 +96,8 @@ def main() -> None:
         seconds.append(time.perf_counter() - begin)
     rank = torch.distributed.get_rank()
     result = {"losses": losses, "seconds": seconds, "memory": meter.result() if meter else None}
+    if arguments.device:
+        result["device_peak"] = get_accelerator().max_memory_allocated()
     (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))
 
 

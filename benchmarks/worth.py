@@ -1,0 +1,218 @@
+"""When is it worth it? Speed-up over checkpoint-restart, and cost against on-demand nodes, over the losses of a cluster
+in an hour and the seconds that a restart takes, for four models.
+
+SIMULATED; the device's speed, prices and the time until a node is replaced are ASSUMED. Every policy has its best
+arrangement: this package the best of the fastest few under the most losses, checkpoint-restart the fastest one that its
+nodes allow after each restart, and asynchronous checkpoints at the interval of Young and Daly. See ``--help``.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import click
+from common import HERE, console, new_figure, save_figure, save_json
+from literature import A40, MODELS, TERMS, Model, best_job, profile_of, settings_of
+from rich.table import Table
+
+from bamboo_ds.config import RedundancyMode
+from bamboo_ds.simulate.market import CLIMATES, Market, drawn, parse
+from bamboo_ds.simulate.run import Simulation
+from bamboo_ds.simulate.terms import Terms
+
+#: Published throughput of 30 of them (Oobleck, SOSP 2023) comes to 6 to 16 % of the device's peak.
+DEVICE = replace(A40, utilisation=0.12, text="NVIDIA A40 48 GB, ASSUMED to reach 12 % of its peak")
+CLIMATE = CLIMATES["bamboo-33"]
+CHOSEN = tuple(model for model in MODELS if model.name != "GPT-3-medium")
+#: Shares of the nodes that are lost in an hour; the paper's are 10, 16 and 33 %.
+RATES = (0.05, 0.10, 0.16, 0.33)
+#: Seconds of a restart.
+RESTARTS = (15.0, 60.0, 300.0, 900.0)
+TRACES = HERE.parent.parent / "shared" / "traces"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One point of the picture.
+
+    Attributes:
+        losses: at once or one by one, of the whole cluster in an hour.
+        size: pipelines and stages.
+        speed, restarting, on_demand: samples per second of this package, of checkpoint-restart, and of the fastest job
+            on demand.
+        cost, restarting_cost, on_demand_cost: $ per million samples.
+        fatal: restarts of this package's job.
+    """
+
+    model: str
+    rate: float
+    restart_s: float
+    losses: float
+    size: tuple[int, int]
+    speed: float
+    restarting: float
+    on_demand: float
+    cost: float | None
+    restarting_cost: float | None
+    on_demand_cost: float | None
+    fatal: float
+
+    @property
+    def ratio(self) -> float:
+        """Speed-up over checkpoint-restart."""
+        return self.speed / self.restarting if self.restarting else float("inf")
+
+    @property
+    def saved(self) -> float:
+        """How many times as much samples cost on demand."""
+        return self.on_demand_cost / self.cost if self.cost and self.on_demand_cost else 0.0
+
+
+def terms_of(restart_s: float) -> Terms:
+    """A node that comes needs as long as a restart until its worker is ready."""
+    return TERMS.model_copy(update={"restart_s": restart_s, "start_s": restart_s})
+
+
+def simulation(model: Model, market: Market, restart_s: float, size: tuple[int, int]) -> Simulation:
+    """A job of ``size`` on ``market``."""
+    profile = profile_of(model, DEVICE)
+    config = settings_of(profile)
+    return Simulation(lambda _: market, profile, terms_of(restart_s), config, pipelines=size[0], stages=size[1])
+
+
+def cell(
+    model: Model, market: Market, rate: float, restart_s: float, size: tuple[int, int], nodes: int
+) -> dict[str, Any]:
+    """Simulate one; for a process of its own."""
+    whole = simulation(model, market, restart_s, size)
+    own, other, steady = whole.alone("bamboo"), whole.alone("checkpoint-restart"), whole.on_demand(nodes)
+    return asdict(
+        Cell(
+            model.name,
+            rate,
+            restart_s,
+            market.losses / market.seconds * 3600,
+            size,
+            own.samples_per_s,
+            other.samples_per_s,
+            steady.samples_per_s,
+            own.cost_per_million,
+            other.cost_per_million,
+            steady.cost_per_million,
+            own.restarts,
+        )
+    )
+
+
+def best_of(model: Model, market: Market, tried: int) -> tuple[int, int]:
+    """The arrangement that trains most on ``market``, of the fastest few without losses; for a process of its own."""
+    profile, modes = profile_of(model, DEVICE), (RedundancyMode.EAGER_FORWARD,)
+    return best_job(market, profile, terms_of(RESTARTS[1]), tried, modes)[0]
+
+
+def market_of(rate: float, nodes: int, hours: float) -> Market:
+    """The nodes of a cluster."""
+    return drawn(replace(CLIMATE, hourly=rate), nodes, hours * 3600, 0)
+
+
+def recorded() -> dict[str, float]:
+    """Losses in an hour of the traces that are there, by name."""
+    found = {}
+    for path in sorted(TRACES.glob("*.csv")):
+        market = parse(path.read_text(), str(path), 0)
+        found[path.stem] = market.losses / market.seconds * 3600
+    return found
+
+
+def plot(cells: list[Cell], marks: dict[str, float], nodes: int, path: Path) -> None:
+    """Above the speed-up over checkpoint-restart, below what on-demand nodes cost against this package's."""
+    from matplotlib.colors import TwoSlopeNorm
+
+    names = list(dict.fromkeys(each.model for each in cells))
+    figure, axes = new_figure(2, len(names), figsize=(3.6 * len(names), 6.6), squeeze=False)
+    for column, name in enumerate(names):
+        own = [each for each in cells if each.model == name]
+        rows, columns = sorted({c.restart_s for c in own}), sorted({c.losses for c in own})
+        table = {(c.restart_s, c.losses): c for c in own}
+        for line, what in enumerate(("ratio", "saved")):
+            axis = axes[line][column]
+            values = [[getattr(table[row, each], what) for each in columns] for row in rows]
+            axis.imshow(
+                values, origin="lower", aspect="auto", cmap="RdYlGn",
+                norm=TwoSlopeNorm(1.0, 0.5, 2.0 if line == 0 else 4.0),
+            )  # fmt: skip
+            for y, row in enumerate(values):
+                for x, value in enumerate(row):
+                    axis.text(x, y, f"{value:.2f}", ha="center", va="center", fontsize=9)
+            low, high = min(map(min, values)), max(map(max, values))
+            if low < 1 < high:
+                axis.contour(values, levels=[1.0], colors="black", linewidths=2)
+            axis.set_xticks(range(len(columns)), [f"{each:.1f}\n{table[rows[0], each].rate:.0%}/h" for each in columns])
+            axis.set_yticks(range(len(rows)), [f"{row:.0f}" for row in rows])
+            axis.set_title(f"{name}\n" + ("speed-up over checkpoint-restart" if line == 0 else "on-demand cost / cost"),
+                           fontsize=9)  # fmt: skip
+            if column == 0:
+                axis.set_ylabel("seconds of a restart")
+            axis.set_xlabel("losses of the cluster in an hour", fontsize=8)
+            for trace, losses in marks.items():
+                if columns[0] <= losses <= columns[-1]:
+                    place = next(i for i in range(len(columns) - 1) if losses <= columns[i + 1])
+                    x = place + (losses - columns[place]) / (columns[place + 1] - columns[place])
+                    axis.axvline(x, color="gray", linestyle=":", linewidth=1)
+                    if line == 0:
+                        axis.text(x, len(rows) - 0.55, trace.partition("-p3")[0], fontsize=6, rotation=90, va="top")
+    figure.suptitle(f"SIMULATED: {nodes} nodes of {DEVICE.text}", fontsize=10)
+    save_figure(figure, path)
+
+
+@click.command()
+@click.option("--nodes", type=int, default=64, show_default=True)
+@click.option("--hours", type=float, default=4.0, show_default=True)
+@click.option("--rate", "rates", type=float, multiple=True, help=f"Share lost in an hour.  [default: {RATES}]")
+@click.option("--restart-s", "restarts", type=float, multiple=True, help=f"Of a restart.  [default: {RESTARTS}]")
+@click.option("--model", "models", multiple=True, help="Only these.")
+@click.option("--tried", type=int, default=3, show_default=True, help="Arrangements that are tried first.")
+@click.option("--processes", type=int, default=multiprocessing.cpu_count(), show_default=True)
+@click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
+def main(nodes: int, hours: float, rates: tuple[float, ...], restarts: tuple[float, ...], models: tuple[str, ...],
+         tried: int, processes: int, out: Path) -> None:  # fmt: skip
+    """SIMULATE when this package is worth it: a picture and a table."""
+    begin = time.monotonic()
+    chosen = [model for model in CHOSEN if not models or model.name in models]
+    rates, restarts = rates or RATES, restarts or RESTARTS
+    markets = {rate: market_of(rate, nodes, hours) for rate in rates}
+    with ProcessPoolExecutor(processes) as pool:
+        worst = markets[max(rates)]
+        best = dict(zip(chosen, pool.map(best_of, chosen, [worst] * len(chosen), [tried] * len(chosen)), strict=True))
+        for model, size in best.items():
+            console.print(f"{model.name}: {size[0]} pipelines of {size[1]} stages")
+        waiting = [
+            pool.submit(cell, model, markets[rate], rate, restart_s, best[model], nodes)
+            for model in chosen for rate in rates for restart_s in restarts
+        ]  # fmt: skip
+        cells = [Cell(**each.result()) for each in waiting]
+    table = Table("model", "D x P", "lost in an hour", "restart [s]", "samples/s", "checkpoint-restart", "speed-up",
+                  "$ / million", "on demand / cost", "fatal",
+                  title=f"SIMULATED: {nodes} nodes, {hours:g} h")  # fmt: skip
+    for each in cells:
+        cost = "" if each.cost is None else f"{each.cost:.0f}"
+        table.add_row(each.model, f"{each.size[0]} x {each.size[1]}", f"{each.rate:.0%}, {each.losses:.1f} losses",
+                      f"{each.restart_s:.0f}", f"{each.speed:.1f}", f"{each.restarting:.1f}", f"{each.ratio:.2f}", cost,
+                      f"{each.saved:.2f}", f"{each.fatal:.0f}")  # fmt: skip
+    console.print(table)
+    marks = recorded()
+    console.print(f"losses in an hour of recorded markets: {marks}; {time.monotonic() - begin:.0f} s")
+    save_json(
+        out / "worth.json",
+        {"simulated": True, "device": DEVICE.text, "cells": [asdict(each) for each in cells], "recorded": marks},
+    )
+    plot(cells, marks, nodes, out / "worth.png")
+
+
+if __name__ == "__main__":
+    main()
