@@ -30,7 +30,7 @@ def check(kind, **options):
         kind([{"params": each[:4]}, {"params": each[4:], "lr": 0.02}], lr=0.01, **options) for each in (hosts, there)
     )
     schedulers = [torch.optim.lr_scheduler.StepLR(each, 1, 0.9) for each in (mine, other)]
-    step = ChunkedStep(mine, torch.device("far:0"), chunk=65536)
+    step = ChunkedStep(mine, chunk=65536)
     for number in range(4):
         for p, q in zip(hosts, there):
             p.grad = torch.randn_like(p)

@@ -160,7 +160,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(lazy)))[1]
     assert told[-1] == (
         "replicas wait in host memory until they compute, where members have other devices than CPUs: "
-        "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them"
+        "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them (the event replicas_placed "
+        "says where they are)"
     )
     before, built = built, replace(built, optimizer="Lamb")
     assert run(script=("--deepspeed_config", str(lazy)))[1][-1].startswith("replicas stay on devices: Lamb may not")

@@ -45,7 +45,7 @@ def events_in(folder: Path, kind: str) -> list[dict[str, Any]]:
 def are_parked(folder: Path) -> None:
     """Replicas of the job were parked, and no copy of theirs was lost."""
     placed = events_in(folder, "replicas_placed")
-    assert placed and all(each["parked"] for each in placed), placed
+    assert placed and all(each["parked"] and each["bytes"] > 1000 for each in placed), placed
     assert events_in(folder, "replica_verified") and not events_in(folder, "replica_mismatch")
     counts = [json.loads(file.read_text()) for file in folder.glob("far-*")]
     assert counts and not any(each["lost"] for each in counts), counts
@@ -77,6 +77,7 @@ def test_those_of_other_optimizers_stay_on_the_device(tmp_path: Path, reference:
     surviving.survive(tmp_path, reference, [surviving.fault(1, 2, "BackwardPass", 2)], 3, arguments=("--hooks",))
     last = {event["member"]: event for event in events_in(tmp_path, "replicas_placed")}
     assert {(each["parked"], each["reason"]) for each in last.values()} == {(False, "AdamW has hooks on its steps")}
+    assert max(each["bytes"] for each in last.values()) < 1000, "counts of steps alone are in host memory"
 
 
 def test_stages_with_weights_in_common(tmp_path: Path, reference: Reference) -> None:

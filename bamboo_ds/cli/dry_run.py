@@ -104,8 +104,8 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         pipelines=pipelines,
         fp32_gradients=built.fp32_gradients,
         eager_backwards=redundancy.mode.eager_backward,
-        parked=redundancy.parks,
     )
+    state = replace(state, parked=redundancy.parks and state.elementwise)
     known = bool(built.parameters)
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
     # Further workers of a member leave as soon as the job runs.
@@ -171,7 +171,8 @@ def _tell_parked(
     host, most = hosts.most_common(1)[0]
     click.echo(
         "replicas wait in host memory until they compute, where members have other devices than CPUs: "
-        f"{_size(most)} on host {host}, the most; so much of a device is kept free for them"
+        f"{_size(most)} on host {host}, the most; so much of a device is kept free for them (the event replicas_placed "
+        "says where they are)"
     )
 
 

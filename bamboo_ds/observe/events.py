@@ -225,7 +225,7 @@ class ReplicasPlaced(EventBase):
     global_step: int | None = GLOBAL_STEP
     parked: bool = Field(description="those that compute nothing are in host memory")
     reason: str | None = Field(description="why they are on the device")
-    bytes: int = Field(ge=0, description="size of their state")
+    bytes: int = Field(ge=0, description="of their state, in host memory")
 
 
 class Step(EventBase):

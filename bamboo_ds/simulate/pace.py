@@ -80,7 +80,7 @@ class Pace:
         mode: what shadows do.
         blocks: that a stage is divided into, at most; 1: stages are computed whole.
         sync_every: ``redundancy.sync_every``.
-        parked: replicas are parked.
+        parked: replicas may be parked; they are if devices' memory is looked at, and the optimizer can be.
 
     Attributes:
         layout: the logical world.
@@ -131,7 +131,8 @@ class Pace:
         self._boundary = [part[-1].boundary_bytes for part in parts]
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
         kept = profile.precision, profile.optimizer, profile.zero, pipelines
-        self.state = StateBytes(*kept, eager_backwards=mode.eager_backward, parked=parked)
+        state = StateBytes(*kept, eager_backwards=mode.eager_backward)
+        self.state = replace(state, parked=parked and state.elementwise and profile.memory_bytes is not None)
         self.saved = replace(self.state, zero=False).copied
         self.sums_s = max(self.parameters) * profile.gradient_bytes / (terms.network_gb_s * 1e9)
         self.sync_every = 0

@@ -172,8 +172,7 @@ class Simulation:
             self._paces[mode, whole] = Pace(
                 *(self.profile, self.terms, *self.size, mode, blocks),
                 sync_every=self.config.redundancy.sync_every,
-                parked=self.config.redundancy.model_copy(update={"mode": mode}).parks
-                and bool(self.profile.memory_bytes),
+                parked=self.config.overridden({"redundancy.mode": mode}).redundancy.parks,
             )
         return self._paces[mode, whole]
 

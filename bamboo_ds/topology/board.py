@@ -91,12 +91,9 @@ class Board:
         """Whether ``member`` may hold the role."""
         if member not in self.left:
             return True
-        kept = (
-            0
-            if self.exchanging or self._room.parked or self._previous.owners[rank] == member
-            else self._leaving[member]
-        )
-        return self._room.owned(rank, member) <= self.left[member] - kept
+        # A role that comes by a copy does so beside what it replaces, unless copies are elsewhere.
+        beside = not (self.exchanging or self._room.parked or self._previous.owners[rank] == member)
+        return self._room.owned(rank, member) <= self.left[member] - (self._leaving[member] if beside else 0)
 
     def size(self, rank: int) -> int:
         """Bytes of the role, as a copy of which a member would hold most."""

@@ -124,9 +124,7 @@ class Boundaries(InContext):
             if lane is not None:
                 payload = self.epoch.transport.send(lane, micro_batch, payload)
         if self.context.retains:
-            here = all(lane.destination == self.epoch.member for lane in lanes if lane is not None)
-            # What another member is sent waits in host memory already.
-            store[micro_batch] = self.epoch.transport.put_aside(payload) if here else payload
+            store[micro_batch] = self.epoch.transport.put_aside(payload)
 
     # -- bubbles ------------------------------------------------------------------------------------------
 

@@ -50,7 +50,7 @@ class Steps(InContext):
         """DeepSpeed takes the step of the bound role."""
         runtime = self.binding.current
         inner = runtime.optimizer.inner
-        chunks = ChunkedStep(inner, self.ds.device) if runtime.parked and inner is not None else None
+        chunks = ChunkedStep(inner) if runtime.parked and inner is not None else None
         alone = stepping_alone(inner, partial(self.groups.acting_for, runtime.role), chunks)
         rounding = runtime.optimizer.rounding_as_on(self.ds.device) if runtime.parked else nullcontext()
         with self._answering(runtime), alone, rounding, self.generators.keyed(Drawing.STEP, runtime):

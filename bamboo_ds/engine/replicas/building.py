@@ -15,7 +15,7 @@ from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
 from ...devices import staging
-from ...devices.accelerators import on_host
+from ...devices.accelerators import HOST, on_host
 from ...errors import ProtocolError
 from ...stages import built
 from ...state import join, split
@@ -190,7 +190,7 @@ class StageBuilder(InContext):
                 step=self.progress.steps,
                 parked=reason is None,
                 reason=reason,
-                bytes=sum(tensor.nbytes for runtime in found for tensor in runtime.tensors()),
+                bytes=sum(t.nbytes for runtime in found for t in runtime.tensors() if t.device.type == HOST.type),
             )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:

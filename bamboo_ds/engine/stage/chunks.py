@@ -98,16 +98,14 @@ def _is_like(parameter: torch.Tensor, name: str, value: Any) -> bool:
 
 @dataclass(eq=False)
 class ChunkedStep:
-    """The ``step`` of ``optimizer``, whose tensors are in host memory, on ``device``.
+    """The ``step`` of ``optimizer``, whose tensors are in host memory, on this process's device.
 
     Args:
         optimizer: one that :func:`unchunked` has nothing against.
-        device: where it computes.
         chunk: elements.
     """
 
     optimizer: torch.optim.Optimizer
-    device: torch.device
     chunk: int = CHUNK
     _streams: Streams = field(init=False)
     #: Copies to the host that are under way, with what has to be there until their marks.
@@ -178,7 +176,9 @@ class ChunkedStep:
             parameter.grad = found.pop(_GRADIENT)
             group["params"].append(parameter)
             if piece.state:
-                twin.state[parameter] = {n: found[n] if n in found else self._count(v) for n, v in piece.state.items()}
+                twin.state[parameter] = {
+                    n: found[n] if n in found else copy.deepcopy(v) for n, v in piece.state.items()
+                }
         twin.step()
         sources, targets = [], []
         for piece, parameter in zip(pieces, group["params"], strict=True):
@@ -194,10 +194,6 @@ class ChunkedStep:
                 sources.append(value)
                 targets.append(piece.of(own[name]))
         self._leaving.append((self._streams.copy_out(sources, targets), (hosts, arrived, sources, targets)))
-
-    def _count(self, value: Any) -> Any:
-        """A count of steps as the step needs it: torch has it in host memory where a step is not captured."""
-        return value.clone() if torch.is_tensor(value) else value
 
     def _await(self, most: int) -> None:
         """Wait until only ``most`` chunks are on their way to the host."""

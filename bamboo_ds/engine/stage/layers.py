@@ -226,9 +226,10 @@ class Layers:
         """
         self.check()
         self._tell_objects()
+        extra = self.extra()
         return {
             "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
-            "extra": (extra := self.extra()),
+            "extra": extra,
             "extra_on": {path: [tensor.device.type for tensor in split(value)[1]] for path, value in extra.items()},
             "numbers": newer(self.numbers(), self.began),
             "tensors": packed(self.tensors.now() if whole else self.tensors.changed()),

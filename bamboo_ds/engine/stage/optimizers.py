@@ -83,8 +83,10 @@ def buckets(tensors: Tensors) -> Iterator[list[int]]:
 
 def laid_out(total: torch.Tensor | None, parameter: torch.nn.Parameter) -> torch.Tensor | None:
     """A sum as autograd has it: with the strides of the parameter, on which the order of a norm's additions depends."""
-    if total is None or total.stride() == parameter.stride():
-        return None if total is None else total.to(parameter.device)
+    if total is None:
+        return None
+    if total.stride() == parameter.stride():
+        return total.to(parameter.device)
     return torch.empty_like(parameter, dtype=total.dtype, requires_grad=False).copy_(total)
 
 
