@@ -22,10 +22,12 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from multiprocessing.connection import Connection
 from typing import Any
 
 from bamboo_ds.secret import JobSecret
+from tests.support.etcd import wait_until
 from tests.support.ports import free_port
 from tests.support.processes import wait_stopped
 
@@ -335,8 +337,14 @@ class Cluster:
         return [self.members[name].finish() for name in self.plan.members]
 
     def replace_member(self, index: int) -> None:
-        """Start a new process in place of a killed member."""
+        """Start a new process in place of a killed member, once the others have seen that one's connections end.
+
+        Jobs never give a name twice. Here an end that is seen late would be taken for the new process's.
+        """
         name = self.names[index]
+        for other in self.members.values():
+            if other.name != name and other.process.is_alive():
+                wait_until(partial(_has_forgotten, other, name), f"{other.name} has seen {name} end", DEADLINE)
         self.members[name] = Remote(name, self.address, self.members[name].host)
         self.places.pop(name)
 
@@ -380,6 +388,14 @@ def cluster(
         made.close()
     finally:
         made.destroy()
+
+
+def _has_forgotten(remote: Remote, name: str) -> bool:
+    return not remote.control("ask", partial(_reaches, name))
+
+
+def _reaches(name: str, member: Member) -> bool:
+    return member.session._hub.known(name) is not None
 
 
 Census = list[tuple[int, int]]
