@@ -219,6 +219,38 @@ def test_loss_waits_for_companions() -> None:
     assert action.losses[0].noticed == 100.0
 
 
+def test_copies_begin_with_the_takeover() -> None:
+    """Of the stages that have lost their replicas; not where members would have to give up others for them first."""
+    calm = replace(all_well(), reports={name: report(name) for name in IDS})
+    lost = replace(calm, members=members("a", "c", "d"), left={"b": left("b")})
+    plan = decided(WritePlan, deciding(0.0, PATIENCE_S), lost, 100.0).plan
+    bare = takeover(SECOND, ["b"])
+    assert replace(plan, learners=()) == bare and plan.immediate
+    copied = dict(plan.learners)
+    assert sorted(copied) == [rank for rank, shadow in enumerate(bare.shadows) if shadow is None]
+
+    def entered(complete: bool) -> View:
+        """All are in the plan's epoch; their copies are complete, or not."""
+        held = {name: {rank for rank, shadow in enumerate(plan.shadows) if shadow == name} for name in plan.members}
+        for rank, name in plan.learners if complete else ():
+            held[name].add(rank)
+        told = {n: WorkerState(id=n, epoch=plan.epoch, replicas=tuple(sorted(held[n]))) for n in plan.members}
+        return replace(lost, plan=plan, workers=told)
+
+    assert decider().decide(entered(complete=False), 100.1) == Wait(), "nothing is left to be copied"
+    healed = decided(WritePlan, decider(), entered(complete=True), 100.1).plan
+    assert not healed.learners and None not in healed.shadows and not healed.immediate
+
+    reports = {name: report(name).model_copy(update={"memory": 21}) for name in IDS}
+    full = replace(SECOND, shadows=("b", None, "a", "a"), memory=(StageMemory(10, 10, 8),) * 4)
+    crowded = View(4, full, members("a", "b", "d"), reports=reports, left={"c": left("c")})
+    plan = decided(WritePlan, deciding(0.0, PATIENCE_S), crowded, 100.0).plan
+    assert plan == takeover(full, ["c"], members=crowded.candidates(full).values()) and not plan.learners
+    calm = {n: WorkerState(id=n, epoch=plan.epoch, replicas=r) for n, r in zip("abd", ((3,), (0,), ()), strict=True)}
+    later = decided(WritePlan, decider(), replace(crowded, plan=plan, workers=calm), 100.1).plan
+    assert later.learners and later.shadows != plan.shadows, "at a boundary a replica gives way"
+
+
 @pytest.mark.parametrize(
     ("gone", "reason"),
     [({"b": left("b", boot="elsewhere")}, "signal"), ({}, "lease")],

@@ -22,6 +22,7 @@ from bamboo_ds.engine.recovery.reports import (
     ScriptReport,
     SumsReport,
     all_at_boundary,
+    all_in_iteration,
     decision_of,
     newest_of,
 )
@@ -193,6 +194,7 @@ def report(**changes: Any) -> MemberReport:
         "step": 3,
         "entered": False,
         "at_boundary": False,
+        "training": False,
         "roles": (
             RoleReport(role=(0, 0), parts=(done_of(2, 1),), reduced=False, state_only=False, changes=Changes(1, 3)),
         ),
@@ -273,6 +275,22 @@ def test_all_are_at_the_boundary(changes: dict[str, Any], expected: bool) -> Non
     )
 
 
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, True),
+        ({"training": False}, False),
+        ({"step": 2}, False),
+        ({"joining": True}, False),
+        ({"stale": True}, False),
+    ],
+)
+def test_all_are_in_the_iteration(changes: dict[str, Any], expected: bool) -> None:
+    """Then states are what they were at its begin, and everybody will finish it."""
+    told = {"a": report(training=True), "b": report(**{"training": True, **changes})}
+    assert all_in_iteration(told, 3) is expected
+
+
 def test_a_replica_that_is_given_up_is_free_at_once() -> None:
     """What is to be done with it refers to it, and gradients on a device must not wait for a collection."""
     cancelled: list[bool] = []
@@ -301,7 +319,7 @@ def test_snapshots_stay_as_long_as_they_are_wanted() -> None:
     snapshots, first, second = Snapshots(offers), Role(0, 1), Role(0, 2)
     snapshots.want({"7/1": first, "7/2": second})
     assert snapshots.due() == [("7/1", first), ("7/2", second)] and not offered
-    snapshots.offer("7/1", {}, 3)
+    snapshots.offer("7/1", {}, (3, False))
     before = dict(offered)
     snapshots.want({"7/1": first, "8/1": first})
     assert snapshots.due() == [("8/1", first)] and offered == before

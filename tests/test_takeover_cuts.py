@@ -424,8 +424,12 @@ def test_losses_while_the_job_heals(leaves: bool, course: int) -> None:
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
         done["early"] += sum(member.offers.early for member in world.survivors())
+        done["midway"] += sum(member.offers.midway for member in world.survivors())
         done["awaited"] += sum(world.awaited)
-    assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 5 and (done["left"] > 0) == leaves
+    assert (
+        min(done["losses"], done["plans"], done["copies"], done["early"], done["midway"]) > 5
+        and (done["left"] > 0) == leaves
+    )
     assert min(done["divided"], done["awaited"]) > 0
 
 

@@ -63,9 +63,9 @@ class BambooJob(SimulatedTraining):
 
     A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have
     entered the plan before, or there is news, and they enter what it has written at the next boundary. Owners offer
-    their states when they enter a plan that has them copied, or, where that is in the middle of an iteration, at its
-    end (where a very short copy is complete at once); a copy is complete at the end of the iteration in which it
-    arrives, where members wait for what the leader makes of it. Another plan begins all copies again that are not
+    their states when they enter a plan that has them copied, also in the middle of an iteration; a copy is complete at
+    the end of the iteration in which it arrives, where members wait for what the leader makes of it (a very short one
+    at once at a boundary). Another plan begins all copies again that are not
     complete; in a real job those go on whose owner stays::
 
         boundary   0                          1
@@ -310,6 +310,8 @@ class BambooJob(SimulatedTraining):
                 break
         self._stretch = left
         self._entered = True
+        if not left.committing:
+            self._offer(meanwhile=True)
         self._lead()
         yield from self._finish(left.seconds, ordinary)
 

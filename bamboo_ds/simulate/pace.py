@@ -342,11 +342,12 @@ class Stretch:
         committing: all but the steps is done.
 
     Attributes:
+        committing: see above.
         seconds: until the step is done.
     """
 
     def __init__(self, pace: Pace, plan: Plan, progress: _Progress | None = None, committing: bool = False) -> None:
-        self._pace, self.plan = pace, plan
+        self._pace, self.plan, self.committing = pace, plan, committing
         self.progress = progress or beginning(plan)
         self._groups = [] if committing else pace.groups(plan, self.progress)
         self._passes_s = max((pace.played(group).seconds for group in self._groups), default=0.0)

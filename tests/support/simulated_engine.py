@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.leader.actions import StartDataWorker, WritePlan
-from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies
+from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies, with_copies
 from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
 from bamboo_ds.control.leader.view import View
@@ -49,6 +49,7 @@ from bamboo_ds.topology import (
     Layout,
     Lent,
     Plan,
+    Policy,
     Role,
     StageMemory,
     holders_of,
@@ -609,13 +610,19 @@ class World:
         states = tuple(self.states[name] for name in self.plan.members if name in self.states)
         if self._planned != (self.plan.epoch, states):
             self._planned = self.plan.epoch, states
-            # Those that join are known as soon as they are there.
-            gone = {name for name, member in self.members.items() if member.left} | self.network.dead
-            living = {name: record for name, record in self._records.items() if name not in gone}
-            view = View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
-            found = next_change(view, self.plan, policy_of(self.layout, True, BambooConfig()))
+            found = next_change(self._view(), self.plan, self._policy)
             self._change = None if found is None else found.plan
         return self._change
+
+    @property
+    def _policy(self) -> Policy:
+        return policy_of(self.layout, True, BambooConfig())
+
+    def _view(self) -> View:
+        """What the leader knows. Those that join are known as soon as they are there."""
+        gone = {name for name, member in self.members.items() if member.left} | self.network.dead
+        living = {name: record for name, record in self._records.items() if name not in gone}
+        return View(self.layout.size, self.plan, living, self._records, reports=self._reports, workers=self.states)
 
     def _join(self) -> None:
         """A member begins to run the script, in the place of one that is lost as long as there is one."""
@@ -668,6 +675,8 @@ class World:
     def _plan_losses(self) -> None:
         holders = holders_of(self.plan, ready_copies(self.states, self.plan))
         self.plan = takeover(self.plan, self.network.dead, holders)
+        if self.spec.heals:
+            self.plan = with_copies(self._view(), self.plan, self._policy)
         self.taken_over.append(self.plan)
 
     def _plan_end(self) -> None:

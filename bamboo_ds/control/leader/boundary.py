@@ -97,6 +97,23 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     return WritePlan(_able(view, learning), _reason(plan, target, candidates))
 
 
+def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
+    """``plan``, which follows a loss, with the copies that its members can make at once.
+
+    The state of a stage is the same throughout an iteration. So what comes next is not begun with the next iteration:
+    with long ones, and frequent losses, it might never be. Copies for which members would have to give up replicas
+    first wait all the same, and so do members that have yet to be admitted.
+    """
+    candidates = [each for each in _candidates(view, plan) if each.id in plan.members]
+    if plan.layout is None or plan.unheld or len(candidates) < len(plan.members):
+        return plan
+    holders = holders_of(plan, ready_copies(view.workers, plan))
+    target = _able(view, best_plan(plan, candidates, policy=policy, holders=holders))
+    learners = tuple(sorted(learners_for(plan, target)))
+    crowded = tuple(while_copying(plan, target, learners, Room(plan, candidates))) != plan.shadows
+    return plan if crowded else replace(plan, learners=learners)
+
+
 def _able(view: View, plan: Plan) -> Plan:
     """``plan`` without what is lent to shadows that have not said that they hold the stage."""
     ready = ready_copies(view.workers, plan)

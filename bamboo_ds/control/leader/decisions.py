@@ -11,12 +11,12 @@ from dataclasses import replace
 from ...config import BLOCK, BambooConfig
 from ...errors import EXIT_FATAL_LOSS
 from ...job_settings import differences
-from ...topology import Layout, StageMemory, holders_of
+from ...topology import Layout, Policy, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import HealthReply, HealthRequest, LayoutRecord, LeftRecord, in_slot_order
 from .actions import Action, Ask, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
-from .boundary import as_told, next_change, policy_of, ready_copies
+from .boundary import as_told, next_change, policy_of, ready_copies, with_copies
 from .departures import comes, drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
@@ -107,8 +107,7 @@ class Decider:
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
                     return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
-            redundant = any(report.redundant for report in view.reports.values())
-            change = next_change(view, plan, policy_of(plan.world, redundant, self._settings))
+            change = next_change(view, plan, self._policy(view, plan))
             if change is not None:
                 return change
             rank = wanted_feeder(view, plan)
@@ -179,7 +178,12 @@ class Decider:
         plan = as_told(view.workers, plan, gone)
         holders = holders_of(plan, ready_copies(view.workers, plan))
         new_plan = takeover(plan, gone, holders, view.candidates(plan).values())
+        new_plan = with_copies(view, new_plan, self._policy(view, plan))
         return WritePlan(new_plan, f"lost {who}", tuple(losses))
+
+    def _policy(self, view: View, plan: Plan) -> Policy:
+        redundant = any(report.redundant for report in view.reports.values())
+        return policy_of(plan.world, redundant, self._settings)
 
     def _unfed(self, plan: Plan, at: tuple[int, ...]) -> Action:
         """A new worker could draw the batches of the ends ``at``, but not replay what all ranks have computed."""

@@ -223,6 +223,11 @@ class Progress:
         return self.phase is not ScriptPhase.TOGETHER
 
     @property
+    def training(self) -> bool:
+        """Whether the script is in an iteration that is not finished."""
+        return self.call == (self.sequence, "train_batch")
+
+    @property
     def agreed(self) -> Committed:
         """What the commit of the current iteration has agreed on."""
         assert self.committed is not None

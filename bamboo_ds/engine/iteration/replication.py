@@ -200,7 +200,7 @@ class Replication(InContext):
             (reduced, layers, trained), construction.incoming = construction.incoming, None
             sequence, known, building = self.progress.sequence, construction.positions, construction
             found = Results(reduced=reduced, layers=layers)
-            late = self._late(found, trained, lambda: (before, known[sequence]) if building.follows else None)
+            late = self._late(found, trained, lambda: (before, known[sequence, False]) if building.follows else None)
             construction.kept.append(Kept(sequence, late))
 
     def _defers(self, replica: StageRuntime, before: SchedulerPosition) -> bool:

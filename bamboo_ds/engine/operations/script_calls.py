@@ -82,7 +82,7 @@ class ScriptCalls(InContext):
         self.binding.refresh()
         local = self.binding.local
         if self.progress.behind:  # the operation before the one that it takes part in may be done now
-            self.copies.note_position(self.progress.sequence - 1)
+            self.copies.note_position((self.progress.sequence - 1, False))
         self._left = Adjustable.of(local)
         self._note_count()
         self._weights = Weights(local.layers)

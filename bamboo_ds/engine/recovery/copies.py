@@ -11,6 +11,7 @@ from typing import Any
 from ...comm.bulk.copying import Fetch
 from ...control.registry.records import WorkerState
 from ...errors import TransferError
+from ...schedule import Decision
 from ...state import Tree
 from ...topology import Layout, Plan, Role
 from ..context.lanes import Stream
@@ -18,13 +19,13 @@ from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
 from ..replicas.building import StageBuilder
-from ..replicas.construction import FETCH_TIMEOUT_S, Construction, Kept, Snapshots, snapshot_key
+from ..replicas.construction import FETCH_TIMEOUT_S, Construction, Kept, Moment, Snapshots, snapshot_key
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine, SchedulerPosition
 from ..stage.work import Verification
-from .reports import Reports, all_at_boundary
+from .reports import Reports, all_at_boundary, all_in_iteration
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -107,7 +108,7 @@ class Copies(InContext):
 
     # -- in the background --------------------------------------------------------------------------------
 
-    def begin(self, plan: Plan, reports: Reports, step: int) -> None:
+    def begin(self, plan: Plan, reports: Reports, decision: Decision) -> None:
         """Build the replicas of ``plan``, and find out which snapshots this member has to offer.
 
         A copy that was begun under an earlier plan goes on where the owner is the same. No operation has been committed
@@ -118,11 +119,11 @@ class Copies(InContext):
         Args:
             plan: the plan that begins.
             reports: of its members.
-            step: the operation that all go on with. Who builds a replica may be in it, and knows nothing more of what
-                its script has set before; so owners offer no snapshot before they have done it, unless all are at the
-                boundary before.
+            decision: on the operation that all go on with. Who builds a replica may be in it, and knows nothing more of
+                what its script has set before; so owners offer no snapshot before they have done it, unless all are at
+                the boundary before, or in the same iteration, which they will finish together.
         """
-        self._first = step
+        step = self._first = decision.step
         wanted: dict[str, Role] = {}
         sources: dict[Role, tuple[str, str]] = {}
         for rank, builder in plan.learners:
@@ -144,23 +145,24 @@ class Copies(InContext):
             if role not in self.constructions:
                 self.constructions[role] = Construction(role, source, self._fetch(*source))
                 self.epoch.channel.activity.telling["copies"] = self.tell
-        if all_at_boundary(reports, step):
+        within = decision.mode == "resume" and all_in_iteration(reports, step)
+        if within or all_at_boundary(reports, step):
             self.binding.refresh()
             if not reports[self.epoch.member].joining:
-                self.note_position(step - 1)
-            self._offer(step - 1)
+                self.note_position((step - 1, within))
+            self._offer((step - 1, within))
 
     def _fetch(self, owner: str, key: str) -> Fetch:
         return self.epoch.session.fetch(owner, self.epoch.plan.place(owner), key, FETCH_TIMEOUT_S)
 
-    def note_position(self, sequence: int) -> None:
-        """Remember where this member's own scheduler stands after operation ``sequence``."""
+    def note_position(self, moment: Moment) -> None:
+        """Remember where this member's own scheduler stands."""
         for construction in self.constructions.values():
-            construction.positions[sequence] = SchedulerPosition.of(self.binding.local)
+            construction.positions[moment] = SchedulerPosition.of(self.binding.local)
 
-    def _offer(self, sequence: int) -> None:
+    def _offer(self, moment: Moment) -> None:
         for key, role in self.snapshots.due():
-            self.snapshots.offer(key, capture(self.binding.runtimes[role]), sequence)
+            self.snapshots.offer(key, capture(self.binding.runtimes[role]), moment)
 
     def drop_incoming(self) -> None:
         """What this iteration's reductions have given is void."""
@@ -189,9 +191,9 @@ class Copies(InContext):
                 with the steps of one role lacks.
         """
         self.binding.refresh()
-        self.note_position(self.progress.sequence)
+        self.note_position((self.progress.sequence, False))
         if self.progress.sequence >= self._first:
-            self._offer(self.progress.sequence)
+            self._offer((self.progress.sequence, False))
         for construction in list(self.constructions.values()) if stepped or not self.epoch.layout.sharded else ():
             try:
                 self._advance(construction)
@@ -204,11 +206,11 @@ class Copies(InContext):
             found = construction.arrived()
             if found is None:
                 return
-            sequence, state = found
-            construction.forget(sequence)
+            moment, state = found
+            construction.forget(moment[0])
             pristine = construction.scheduled_by(self.binding.local.pristine)
             construction.runtime = self._build(construction.role, state, pristine)
-            construction.follows = construction.position(sequence) == SchedulerPosition.of(construction.runtime)
+            construction.follows = construction.position(moment) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):

@@ -119,7 +119,7 @@ class RecoveryProtocol(InContext):
         decision = decision_of(reports, plan, self.ds.micro_batches, self.iteration.reduction.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
-        self.copies.begin(plan, reports, decision.step)
+        self.copies.begin(plan, reports, decision)
         if self.progress.joining:
             self._join(decision, reports)
         self.copies.tell_replicas()
@@ -181,6 +181,7 @@ class RecoveryProtocol(InContext):
             step=self.progress.sequence,
             entered=self.progress.entered,
             at_boundary=self.progress.at_boundary,
+            training=self.progress.training,
             roles=tuple(roles),
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
             spent=tuple(layout.rank(replica.role) for replica in self.binding.replicas() if replica.share.spent),

@@ -118,6 +118,7 @@ class MemberReport(JobFacts):
         step: operations that it has committed and finished; it is in operation ``step``.
         entered: it has everything that the commit of that operation needs of it.
         at_boundary: its script has not gone on since the operation before.
+        training: it is in an iteration.
         roles: progress of the roles that it owns under the new plan.
         helped: of roles that it shadows: rank, and what it has computed for the owner.
         spent: ranks of roles that it shadows, and of which it cannot compute anything in this iteration: it has been
@@ -141,6 +142,7 @@ class MemberReport(JobFacts):
     step: int
     entered: bool
     at_boundary: bool
+    training: bool
     roles: tuple[RoleReport, ...]
     helped: tuple[tuple[int, PartReport], ...]
     spent: tuple[int, ...]
@@ -256,6 +258,13 @@ def all_at_boundary(reports: Reports, step: int) -> bool:
     return all(
         report.history < done if report.joining else report.at_boundary and report.step == step and not report.stale
         for report in reports.values()
+    )
+
+
+def all_in_iteration(reports: Reports, step: int) -> bool:
+    """Whether all members are in the iteration that is operation ``step``: states are what they were at its begin."""
+    return all(
+        report.training and report.step == step and not (report.joining or report.stale) for report in reports.values()
     )
 
 

@@ -1,8 +1,8 @@
 """Replicas under construction: copies of a role's state that are made while training goes on.
 
-The owner takes a snapshot (a copy in host memory) at the boundary between two operations where the plan is entered that
-names the builder, or, where that plan comes in the middle of an operation, at its end; the snapshot travels in the
-background. Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
+The owner takes a snapshot (a copy in host memory) where the plan is entered that names the builder: at the boundary
+between two operations, or, after a loss, in the middle of an iteration, throughout which the state is the same. Where
+members are at different places then, it does so at the operation's end. The snapshot travels in the background. Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
 When the snapshot is there it is built and the kept iterations are performed on it, in order, by the same optimizer
 steps; then it is a replica like any other. A loss of others changes nothing of that: what an interrupted iteration has
 brought is not kept before its commit::
@@ -37,6 +37,10 @@ from ..stage.schedulers import Pristine, SchedulerPosition
 FETCH_TIMEOUT_S = 1800.0
 
 
+#: When a snapshot is taken: after which operation, and whether in the iteration that follows.
+Moment = tuple[int, bool]
+
+
 @dataclass(frozen=True)
 class Kept:
     """What the job has done since the copy was begun, and a snapshot may not contain.
@@ -65,7 +69,7 @@ class Construction:
             before the current iteration.
         kept: iterations since the copy was begun, what evaluations have changed, what the script has set.
         runtime: what is built from the snapshot, once that has arrived.
-        positions: of this member's own scheduler, after each operation.
+        positions: of this member's own scheduler, after each operation, and in iterations in which snapshots are taken.
         follows: whether the replica's scheduler has the position of this member's own.
     """
 
@@ -76,7 +80,7 @@ class Construction:
     incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = field(default=None, init=False)
     kept: deque[Kept] = field(default_factory=deque, init=False)
     runtime: StageRuntime | None = field(default=None, init=False)
-    positions: dict[int, SchedulerPosition] = field(default_factory=dict, init=False)
+    positions: dict[Moment, SchedulerPosition] = field(default_factory=dict, init=False)
     follows: bool = field(default=False, init=False)
 
     @property
@@ -89,9 +93,9 @@ class Construction:
         while self.kept and self.kept[0].sequence <= sequence:
             self.kept.popleft()
 
-    def position(self, sequence: int) -> SchedulerPosition | None:
-        """Position of this member's own scheduler after operation ``sequence``, if that is known."""
-        known = max((s for s in self.positions if s <= sequence), default=None)
+    def position(self, moment: Moment) -> SchedulerPosition | None:
+        """Position of this member's own scheduler at that time, if that is known."""
+        known = max((each for each in self.positions if each <= moment), default=None)
         return self.positions[known] if known is not None else None
 
     def scheduled_by(self, now: Pristine | None) -> Pristine | None:
@@ -99,12 +103,12 @@ class Construction:
         replaced = next((each.replacement for each in self.kept if each.replacement is not None), None)
         return now if replaced is None else replaced.before
 
-    def arrived(self) -> tuple[int, Any] | None:
-        """Operation and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
+    def arrived(self) -> tuple[Moment, Any] | None:
+        """Moment and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
         if not self.fetch.done():
             return None
         content = join(*self.fetch.result())
-        return content["sequence"], content["state"]
+        return (content["sequence"], content["within"]), content["state"]
 
 
 class Snapshots:
@@ -130,9 +134,10 @@ class Snapshots:
         """Keys and roles of the snapshots that are due at the next boundary."""
         return sorted(self._due.items())
 
-    def offer(self, key: str, state: Tree, sequence: int) -> None:
-        """Copy ``state`` as it is after operation ``sequence`` and offer it under ``key``."""
-        text, tensors = split({"sequence": sequence, "state": state})
+    def offer(self, key: str, state: Tree, moment: Moment) -> None:
+        """Copy ``state`` as it is now and offer it under ``key``."""
+        sequence, within = moment
+        text, tensors = split({"sequence": sequence, "within": within, "state": state})
         self._offers.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]
