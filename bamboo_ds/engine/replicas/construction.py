@@ -2,7 +2,8 @@
 
 The owner takes a snapshot (a copy in host memory) where the plan is entered that names the builder: at the boundary
 between two operations, or, after a loss, in the middle of an iteration, throughout which the state is the same. Where
-members are at different places then, it does so at the operation's end. The snapshot travels in the background. Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
+members are at different places then, it does so at the operation's end. The snapshot travels in the background.
+Meanwhile the builder receives the reduced gradients of every iteration, as a shadow does, and keeps them.
 When the snapshot is there it is built and the kept iterations are performed on it, in order, by the same optimizer
 steps; then it is a replica like any other. A loss of others changes nothing of that: what an interrupted iteration has
 brought is not kept before its commit::
