@@ -16,9 +16,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bamboo_ds.chaos.faults import Fault, FaultKind, FaultRecord, Target
+from bamboo_ds.chaos.faults import HIT_ELSEWHERE, Fault, FaultKind, FaultRecord, Target
 from bamboo_ds.chaos.injections import Impossible, Notify, Obey, Order, ProcessKill, Raise, Stop
-from bamboo_ds.chaos.joiners import JoinCommand
+from bamboo_ds.chaos.joiners import Join, JoinCommand
 from bamboo_ds.chaos.processes import agent_of, dead, feeders_of, here, listener, stopped, worker_of
 from bamboo_ds.chaos.runner import Conduct, JobParts, Runner
 from bamboo_ds.chaos.situation import JobSituation
@@ -26,8 +26,9 @@ from bamboo_ds.chaos.sparing import Choice
 from bamboo_ds.chaos.victim import EXIT_CODE
 from bamboo_ds.control.registry.records import MemberRecord
 from bamboo_ds.topology import takeover
+from bamboo_ds.variables import ENV_MEMBER
 
-from .support.chaos import OBEDIENT, at, members, record, settled
+from .support.chaos import AGENT, IDLE, OBEDIENT, at, members, record, settled
 from .support.etcd import wait_until
 
 pytestmark = [pytest.mark.claim("guides/chaos.md"), pytest.mark.integration, pytest.mark.usefixtures("leak_gate")]
@@ -280,6 +281,43 @@ def test_joiner_that_cannot_join_is_told_with_its_output(run: Run, tmp_path: Pat
         assert "ftp://nowhere" in record.detail and "ftp://nowhere" in (tmp_path / "join-0.log").read_text()
         _, records = run(PretendedJob(found), [fault(FaultKind.JOIN)])
         assert records[0].outcome == "impossible"
+
+
+class Lasting(JoinCommand):
+    """Starts what looks like a member, and is never admitted."""
+
+    def arguments(self) -> list[str]:
+        return [sys.executable, "-c", AGENT, IDLE]
+
+
+def test_a_joiner_that_is_hit_before_it_is_seen_has_not_failed(tmp_path: Path) -> None:
+    """A fault finds it in etcd, and there is nothing of it there any more when the runner looks for the joiner."""
+    told: list[FaultRecord] = []
+    with members(2) as found:
+        job, environment = PretendedJob(found), {**os.environ, ENV_MEMBER: "m2"}
+        lasting = Lasting("", "j", None, (), environment, str(tmp_path), tmp_path)
+        conduct = Conduct(Choice(), timeout_s=0.3)
+        runner = Runner(job, [], conduct, JobParts(lasting), lambda: False, told.append)  # type: ignore[arg-type]
+        for number in range(2):
+            join = Join(fault(FaultKind.JOIN), lasting, number)
+            join.begin()
+            (pid,) = join.pids
+            agent = psutil.Process(pid)
+            wait_until(lambda agent=agent: AGENT in agent.cmdline() and agent.children(), "its worker has begun")
+            if number:
+                os.kill(pid, signal.SIGKILL)  # by nobody whom the runner knows of
+            else:
+                (worker,) = agent.children()
+                strike = ProcessKill(fault(FaultKind.KILL_AGENT), [record(2, pid=worker.pid, agent_pid=pid)])
+                runner._inject(strike, job.situation)
+            wait_until(lambda join=join: join.done(job.situation), "it has ended")
+            runner._note(join)
+    assert [(each.kind, each.outcome) for each in told] == [
+        (FaultKind.KILL_AGENT, "injected"),
+        (FaultKind.JOIN, "injected"),
+        (FaultKind.JOIN, "failed"),
+    ]
+    assert told[1].detail == HIT_ELSEWHERE and not told[1].members
 
 
 def test_feeders_end_with_the_agent_that_has_started_them() -> None:

@@ -123,6 +123,7 @@ class Runner:
         self._active: list[Injection] = []
         self._dead: set[str] = set()
         self._hit: set[str] = set()  # by a fault that may have cost them, or has sent them away
+        self._struck: dict[int, float] = {}  # their processes by number, and when
         self._risky: dict[str, float] = {}  # members that a timed fault may have cost, until when
         self._agents: dict[str, int] = {}  # by node of a trace: its agent stays while members are renamed by a restart
         self._joins: list[Join] = []
@@ -296,6 +297,7 @@ class Runner:
             return
         if fault.kind.risky or fault.kind is FaultKind.NOTICE:
             self._hit.update(injection.members)
+            self._struck.update(dict.fromkeys(injection.pids, time.monotonic()))
         if fault.kind in _FAILURES:
             self._failed_at = situation.step or 0
         if fault.kind.lethal:
@@ -313,7 +315,9 @@ class Runner:
             self._risky.update(dict.fromkeys(injection.members, until))
         failed = False
         if isinstance(injection, Join) and not injection.confirmed:
-            failed = injection.member not in self._hit and injection.detail != GIVEN_UP
+            # It may have been hit before it was seen to be a member.
+            struck = any(self._struck.get(pid, 0.0) >= injection.began for pid in injection.pids)
+            failed = not (struck or injection.member in self._hit) and injection.detail != GIVEN_UP
             if failed:
                 injection.end(_GRACE_S)
             elif injection.detail != GIVEN_UP:
