@@ -246,8 +246,8 @@ def test_copies_begin_with_the_takeover() -> None:
     crowded = View(4, full, members("a", "b", "d"), reports=reports, left={"c": left("c")})
     plan = decided(WritePlan, deciding(0.0, PATIENCE_S), crowded, 100.0).plan
     assert plan == takeover(full, ["c"], members=crowded.candidates(full).values()) and not plan.learners
-    calm = {n: WorkerState(id=n, epoch=plan.epoch, replicas=r) for n, r in zip("abd", ((3,), (0,), ()), strict=True)}
-    later = decided(WritePlan, decider(), replace(crowded, plan=plan, workers=calm), 100.1).plan
+    told = {n: WorkerState(id=n, epoch=plan.epoch, replicas=r) for n, r in zip("abd", ((3,), (0,), ()), strict=True)}
+    later = decided(WritePlan, decider(), replace(crowded, plan=plan, workers=told), 100.1).plan
     assert later.learners and later.shadows != plan.shadows, "at a boundary a replica gives way"
 
 

@@ -68,6 +68,11 @@ def test_a_whole_job_can_lose_any_one_member() -> None:
     assert any(line.split() == ["pipeline", "1", "m1/m3", "m3/m1"] for line in lines), lines
 
 
+def test_a_stage_without_replica_that_nobody_copies_is_marked() -> None:
+    lines = shown(view_of(SyntheticJob("bare", 2, 2).train(3).lose(3)))
+    assert any("/- !" in line for line in lines) and not any("/(m" in line for line in lines), lines
+
+
 def test_a_thousand_members_are_summed_up() -> None:
     """What differs from the others is named; the rest is counted."""
     job = SyntheticJob("big", 128, 8).train(3).lose(200).lose(777).train(2)

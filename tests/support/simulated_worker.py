@@ -278,20 +278,17 @@ class Offers:
 
     Attributes:
         early: how many snapshots it has offered when their plan began, not after the operation that it began with.
-        midway: how many of these in the middle of an iteration.
     """
 
     def __init__(self, world: World, member: str) -> None:
         self._world, self._member = world, member
-        self.early = self.midway = 0
+        self.early = 0
         self.offered: dict[str, tuple[str, list[torch.Tensor]]] = {}
 
     def offer(self, key: str, text: str, tensors: list[torch.Tensor]) -> None:
         assert key not in self.offered, f"{key} is offered again"
         self.offered[key] = text, tensors
-        progress = self._world.members[self._member].progress
-        self.early += join(text, tensors)["sequence"] < progress.sequence
-        self.midway += progress.training
+        self.early += join(text, tensors)["sequence"] < self._world.members[self._member].progress.sequence
 
     def withdraw(self, key: str) -> None:
         del self.offered[key]

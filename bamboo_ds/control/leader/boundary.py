@@ -105,10 +105,10 @@ def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
     first wait all the same, and so do members that have yet to be admitted.
     """
     candidates = [each for each in _candidates(view, plan) if each.id in plan.members]
-    if plan.layout is None or plan.unheld or len(candidates) < len(plan.members):
+    if plan.unheld or len(candidates) < len(plan.members):
         return plan
     holders = holders_of(plan, ready_copies(view.workers, plan))
-    target = _able(view, best_plan(plan, candidates, policy=policy, holders=holders))
+    target = best_plan(plan, candidates, policy=policy, holders=holders)
     learners = tuple(sorted(learners_for(plan, target)))
     crowded = tuple(while_copying(plan, target, learners, Room(plan, candidates))) != plan.shadows
     return plan if crowded else replace(plan, learners=learners)
