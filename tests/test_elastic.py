@@ -44,6 +44,7 @@ pytestmark = [
 _PLACES = "BackwardPass", "Commit"
 #: A script that tells what of its copies has come.
 COPYING = SUPPORT / "train_copying.py"
+LONG = SUPPORT / "train_long.py"
 
 
 def assert_same(
@@ -217,6 +218,32 @@ def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
     told = [line for line in (tmp_path / "join-0.log").read_text().splitlines() if line.startswith("[bamboo]")]
     assert any(f" {standby} has joined the job and " in line for line in told), told
     assert told[-1].endswith(f" {standby} has ended: finished (exit 0)"), told
+
+
+def test_long_iterations_are_interrupted(tmp_path: Path, reference: Reference) -> None:
+    """A member joins and a worker is killed; the standby has the stage before the interrupted iteration ends."""
+    now = tmp_path / "now"
+    faults = in_turn(fault(2, 2, "BackwardPass", 1, when=str(now)))
+    command = ["--stages", "4", "--pause-s", "0.1", *slow_until(tmp_path / mark(faults[0]), 0.1)]
+    redundancy = {"mode": "lazy-frc-lazy-brc", "sync_every": 1, "verify_every": 2}
+    config = write_config(tmp_path, {"redundancy": redundancy, "topology": {"blocks": 1}})
+    with RunningJob(tmp_path, 4, [*command, "--faults", json.dumps(faults)], config, LONG) as job:
+        job.wait_for("a step", lambda: bool(job.events("step")))
+        job.join()
+        job.wait_for("it is admitted", lambda: len(job.events("member_joined")) == 5)
+        joined = job.events("member_joined")[-1]["member_id"]
+        now.touch()
+        result = job.finish()
+    assert_same(result, reference(4, 1, 6, *result.length), faults, joined=1)
+    plans = {event["epoch"]: event for event in result.events("plan")}
+    (lost,) = (event for event in plans.values() if event["lost"])
+    (step,) = {event["step"] for event in result.events("recovered") if event["epoch"] >= lost["epoch"]}
+    told = {event["epoch"] for event in result.events("recovered") if event["step"] == step}
+    # The newest plan of the interrupted iteration is not the takeover's: nobody has two stages any more.
+    (epoch,) = told
+    assert epoch > lost["epoch"] and not plans[epoch]["lost"]
+    assert len(set(lost["owners"])) == 3 and joined in plans[epoch]["owners"] and len(set(plans[epoch]["owners"])) == 4
+    assert not result.events("replica_mismatch") and result.events("replica_verified")
 
 
 def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:

@@ -251,6 +251,18 @@ def test_a_member_leaves() -> None:
     assert report.leaves == 1
 
 
+def test_a_plan_that_does_not_wait_for_a_steps_end() -> None:
+    """Nobody is lost; what is done again is told apart as after a loss."""
+    job = Written("a", "b")
+    job.step(12, 1)
+    job.plan(13, 2, ["a", "b"], owners=["b", "a"])
+    job.recover(15, 2, "a", 2, pause=0.5, redo=1.5, detection=0)
+    job.step(15, 2, seconds=3, epoch=2)
+    job.finish(15)
+    report = account(job.events)
+    assert spent(report, "a") == {"initialization": 10, "productive": 4, "reconfiguration": 0.5, "redone": 0.5}
+
+
 def test_a_member_that_only_stood_in_for_another_ends_with_its_last_step() -> None:
     """No event tells of its end."""
     job = Written("a", "b")

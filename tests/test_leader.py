@@ -251,6 +251,49 @@ def test_copies_begin_with_the_takeover() -> None:
     assert later.learners and later.shadows != plan.shadows, "at a boundary a replica gives way"
 
 
+def test_long_iterations_are_not_waited_for() -> None:
+    """A plan that serves better takes effect in the middle of one, if that costs little of it."""
+    reports = {name: report(name) for name in "acde"}
+    names = {"e": records.member("e", 4, home=1, joiner=True)}
+    lost = takeover(SECOND, ["b"])  # a has two stages
+    heir = lost.owners[1]
+
+    def view(plan: Plan, iteration_s: float, sums_share: float = 0.1, ready: tuple[int, ...] = ()) -> View:
+        told = {"epoch": plan.epoch, "iteration_s": iteration_s, "sums_share": sums_share}
+        held = {n: tuple(r for r, shadow in enumerate(plan.shadows) if shadow == n) for n in plan.members}
+        held |= {"e": ready} if "e" in plan.members else {}
+        workers = {n: WorkerState(id=n, replicas=ranks, **told) for n, ranks in held.items()}
+        return View(4, plan, members("a", "c", "d") | names, reports=reports, workers=workers)
+
+    def next_plan(seen: View) -> Plan:
+        return decided(WritePlan, decider(), seen, 100.0).plan
+
+    short, long = next_plan(view(lost, 20.0)), next_plan(view(lost, 200.0))
+    assert replace(short, immediate=True) == long and "e" in long.members and long.learners
+    assert (short.immediate, long.immediate) == (False, True)
+    # All that members copy is there: e gets the stage that its heir computes besides its own.
+    copied = {n: tuple(rank for rank, learner in long.learners if learner == n) for n in long.members}
+
+    def complete(seen: View) -> View:
+        workers = {n: s.model_copy(update={"replicas": (*s.replicas, *copied[n])}) for n, s in seen.workers.items()}
+        return replace(seen, workers={n: s.model_copy(update={"epoch": long.epoch}) for n, s in workers.items()})
+
+    target = next_plan(complete(view(long, 200.0)))
+    assert target.owners != long.owners and heir == "a" and target.immediate and not target.lost
+    for seen in (view(long, 20.0), view(long, 200.0, sums_share=0.0), view(long, 200.0, sums_share=0.5)):
+        assert next_plan(complete(seen)) == replace(target, immediate=False), "what moves would begin again"
+    # A member leaves with a boundary, but those that take its stages over begin to copy them.
+    going = records.member("d", 3, home=3).model_copy(update={"state": "leaving"})
+    leaving = replace(view(SECOND, 200.0), members=members("a", "b", "c") | {"d": going})
+    leaving = replace(leaving, reports={name: report(name) for name in IDS})
+    plan = next_plan(leaving)
+    assert plan.immediate and plan.learners and plan.owners == SECOND.owners
+    held = {n: tuple(rank for rank, learner in plan.learners if learner == n) for n in plan.members}
+    told = {n: s.model_copy(update={"epoch": plan.epoch, "replicas": held[n]}) for n, s in leaving.workers.items()}
+    without = next_plan(replace(leaving, plan=plan, workers=told))
+    assert "d" not in without.members and not without.immediate
+
+
 @pytest.mark.parametrize(
     ("gone", "reason"),
     [({"b": left("b", boot="elsewhere")}, "signal"), ({}, "lease")],

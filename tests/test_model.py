@@ -63,6 +63,25 @@ def test_the_phases_of_losses() -> None:
     assert model.unsettled, "stages have no replica"
 
 
+def test_a_step_that_a_plan_has_interrupted_is_no_loss() -> None:
+    job = Written("a", "b", "c")
+    job.plan(5, 2, "abc", "abc", "bca", pipelines=1)
+    job.step(7, 1, epoch=2)
+    job.lose(8, "c")
+    job.plan(8, 3, "ab", "aba", [None, "a", "b"], lost=["c"], pipelines=1)
+    for member in "ab":
+        job.recover(10, 3, member, step=2, pause=0.3, redo=0.5)
+    job.step(10, 2, epoch=3)
+    before = folded(job.events).losses.views
+    job.plan(11, 4, "abd", "abd", "bda", pipelines=1)
+    for member in "abd":
+        job.recover(13, 4, member, step=3, pause=2.0, redo=1.0)
+    job.step(13, 3, epoch=4)
+    (loss,) = folded(job.events).losses.views
+    assert (loss.step, loss.survivors, loss.pause_seconds, loss.forwards_redone) == (2, 2, 0.3, 0)
+    assert loss.model_copy(update={"replicas_back_seconds": None}) == before[0]
+
+
 def test_a_plan_has_the_longest_pause_of_those_that_enter_it() -> None:
     job = Written("a", "b")
     job.plan(5, 2, "ab", "ab", "ba", pipelines=1)

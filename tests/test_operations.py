@@ -27,7 +27,7 @@ from bamboo_ds.engine.recovery.reports import (
     newest_of,
 )
 from bamboo_ds.engine.recovery.takeover import Takeover
-from bamboo_ds.engine.replicas.construction import Construction, Kept, Snapshots
+from bamboo_ds.engine.replicas.construction import Construction, Kept, OfferedState, Snapshots
 from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
 from bamboo_ds.schedule import Decision, RoleProgress
@@ -182,6 +182,14 @@ def test_a_new_plan_at_a_boundary() -> None:
     assert member.events == ["listened", "reconfigured"] and member.progress.recovery is None
 
 
+def test_between_two_recoveries_of_an_operation_members_compute() -> None:
+    first = Recovery(RESUME, 10.0, 0.2, 0.3, 1, 2, 3, None)
+    second = Recovery(COMMIT, 70.0, 0.1, 0.4, 0, 1, 0, None)
+    told = second.after(first)
+    assert (told.noticed, told.planned, told.rebuilt) == (10.0, pytest.approx(0.3), pytest.approx(0.7))
+    assert replace(told, noticed=70.0, planned=0.1, rebuilt=0.4) == second and first.after(None) is first
+
+
 # -- reports ------------------------------------------------------------------------------------------------
 
 
@@ -319,7 +327,7 @@ def test_snapshots_stay_as_long_as_they_are_wanted() -> None:
     snapshots, first, second = Snapshots(offers), Role(0, 1), Role(0, 2)
     snapshots.want({"7/1": first, "7/2": second})
     assert snapshots.due() == [("7/1", first), ("7/2", second)] and not offered
-    snapshots.offer("7/1", {}, (3, False))
+    snapshots.offer("7/1", OfferedState((3, False), True, {}))
     before = dict(offered)
     snapshots.want({"7/1": first, "8/1": first})
     assert snapshots.due() == [("8/1", first)] and offered == before

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -194,12 +194,22 @@ class Transport:
         Raises:
             EpochChanged, PeerLost: see the class.
         """
+        self._links.notify_at(mark)
+        self.await_either(lane, mark.query)
+
+    def await_either(self, lane: Lane, over: Callable[[], bool]) -> None:
+        """Wait until a message of ``lane`` is there, or ``over()``.
+
+        That is asked anew whenever a message has arrived or a connection has ended, as that of a copy does.
+
+        Raises:
+            EpochChanged, PeerLost: see the class.
+        """
         messages = self._inbox(lane)
         operation = f"wait for a message on lane {lane.name}"
         self._check(operation)
-        self._links.notify_at(mark)
         with self._links.changed:
-            self._links.wait(operation, lambda: bool(messages) or mark.query(), [lane.source])
+            self._links.wait(operation, lambda: bool(messages) or over(), [lane.source])
 
     def arrival(self, lane: Lane) -> float | None:
         """``time.monotonic()`` at which the next undelivered message of ``lane`` arrived, if it has."""

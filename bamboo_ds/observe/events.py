@@ -149,14 +149,15 @@ class TakeoverDone(EventBase):
 
 
 class Recovered(EventBase):
-    """A member goes on training after a takeover."""
+    """A member has ended a step that a takeover had interrupted, or another plan that could not wait for its end."""
 
     event: Literal["recovered"] = "recovered"
     step: int = Field(ge=0, description="step that was interrupted")
     global_step: int | None = GLOBAL_STEP
     pause_seconds: float = Field(
         ge=0,
-        description="from the notice of the loss to the agreement on how to go on; passes are computed again after it",
+        description="from the notice of the loss to the agreement on how to go on; passes are computed again after it; "
+        "of a step that was interrupted several times the sum",
     )
     detection_seconds: float | None = Field(
         ge=0, description="from the agent's notice of the worker's end to the leader's; null where unknown"

@@ -136,6 +136,8 @@ class Losses:
         loss = self._losses[-1] if self._losses else None
         if loss is None or event.member is None or loss.view.epoch is None or loss.view.epoch > event.epoch:
             return
+        if loss.view.step not in (None, event.step):
+            return  # nobody was lost: it was another plan that has interrupted a later step
         told = event.model_dump(include=SurvivorView.model_fields.keys() - {"id", "name", "time"})
         mine = SurvivorView(id=event.member, name=name, time=event.time.timestamp(), **told)
         loss.survivors[event.member] = mine

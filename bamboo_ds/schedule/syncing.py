@@ -13,8 +13,9 @@ _FIXED_S = 0.005
 
 
 def syncs(plan: Plan, role: Role) -> bool:
-    """Whether anybody could use sums of ``role``: its shadow; and slices go back to their own."""
-    return plan.shadow(role) is not None or plan.world.slices > 1
+    """Whether anybody could use sums of ``role``: its shadow, who copies it; and slices go back to their own."""
+    learned = any(rank == plan.world.rank(role) for rank, _ in plan.learners)
+    return plan.shadow(role) is not None or learned or plan.world.slices > 1
 
 
 def affordable(seconds: float, micro_batches: int, micro_batch_s: float, share: float) -> int:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ..config import BambooConfig
-from ..control.leader.actions import Assign, StopJob, Wait, WritePlan
+from ..control.leader.actions import Action, Assign, StopJob, Wait, WritePlan
 from ..control.leader.boundary import policy_of
 from ..control.leader.decisions import Decider
 from ..control.leader.restarts import fatal_plan
@@ -41,18 +41,18 @@ def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
     return placed(pace, [Candidate(f"m{n}", n, f"m{n}", home=n % size, memory=limit) for n in range(count)], config)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Copies:
     """Copies of states that members make while training goes on, by rank and member.
 
     Attributes:
-        pairs: rank of the role, and the member that copies it from the role's owner.
+        pairs: rank of the role, and the member that copies it; the owner that it is copied from.
         since: when the plan was entered.
         offered: owners have offered the states.
         arrived: the states are there.
     """
 
-    pairs: frozenset[tuple[int, str]]
+    pairs: dict[tuple[int, str], str]
     since: float
     offered: bool = False
     arrived: bool = False
@@ -61,16 +61,14 @@ class _Copies:
 class BambooJob(SimulatedTraining):
     """A job of this package.
 
-    A change of plan takes as many iterations as it does in a real job. The leader decides as soon as all members have
-    entered the plan before, or there is news, and they enter what it has written at the next boundary. Owners offer
-    their states when they enter a plan that has them copied, also in the middle of an iteration; a copy is complete at
-    the end of the iteration in which it arrives, where members wait for what the leader makes of it (a very short one
-    at once at a boundary). Another plan begins all copies again that are not
-    complete; in a real job those go on whose owner stays::
+    A change of plan takes as long as it does in a real job. The leader decides as soon as all members have entered the
+    plan before, or there is news, and they enter what it has written at the next boundary, or at once where the plan
+    says so. Owners offer their states when they enter a plan that has them copied, also in the middle of an iteration.
+    A copy is complete when it has arrived (where optimizers are sharded, with the end of the iteration)::
 
-        boundary   0                          1
-        members    enter plan, offer states   complete copies, enter the next plan
-        leader                                writes it
+        boundary   0                                                            1
+        members    enter plan, offer states        complete copies              enter the next plan
+        leader                                     writes it
 
     Args:
         market: the nodes that the job rents.
@@ -94,11 +92,12 @@ class BambooJob(SimulatedTraining):
         super().__init__(market, pace.profile, terms, seed)
         self._stretch: Stretch
         self._placed: Plan  # to start with
-        self._noticed: float | None = None  # the loss that the iteration under way was first interrupted by
+        self._paused_s = 0.0  # in which the iteration under way was interrupted
         self._decided: object = None  # what the leader knew when it last had nothing to do
         self._built: set[tuple[int, str]] = set()  # copies that are complete
         self._copied: set[tuple[int, str]] = set()  # those that the leader knows of
-        self._copying: _Copies | None = None  # of the plan in force, as far as they are not complete
+        self._copying: list[_Copies] = []  # of the plan in force, as far as they are not complete
+        self._ordinary_s = 0.0  # of an undisturbed iteration, as members have told
         self._restarting: RestartRecord | None = None  # the restart that the leader has begun
         self._restarted: RestartRecord | None = None  # the newest one that has come to train
         self._furthest = 0  # the newest step that there ever was
@@ -132,7 +131,15 @@ class BambooJob(SimulatedTraining):
             self.outcome.refused += 1
             return
         self._written = action
-        self.tell()
+        if self._written_at_once and self.env.active_process is not self._process:
+            self._process.interrupt()
+        else:
+            self.tell()
+
+    @property
+    def _written_at_once(self) -> bool:
+        """Whether there is a plan that members do not wait for a boundary with."""
+        return self._written is not None and self._written.plan.immediate
 
     def _known(self) -> tuple[object, ...]:
         """What the leader's decisions depend on between two losses."""
@@ -151,7 +158,13 @@ class BambooJob(SimulatedTraining):
             if (rank, learner) in self._copied:
                 replicas[learner].append(rank)
         workers = {
-            member: WorkerState.model_construct(id=member, epoch=self.plan.epoch, replicas=tuple(ranks))
+            member: WorkerState.model_construct(
+                id=member,
+                epoch=self.plan.epoch,
+                replicas=tuple(ranks),
+                iteration_s=self._ordinary_s,
+                sums_share=self._pace.sync_every / self._pace.micro_batches,
+            )
             for member, ranks in replicas.items()
         }
         return View(
@@ -223,21 +236,24 @@ class BambooJob(SimulatedTraining):
     def _pace_up(self) -> None:
         """Iterations are those of the plan from now on."""
         self._stretch = Stretch(self._pace, self.plan)
-        self.iteration_s = self._stretch.seconds
+        self.iteration_s = self._ordinary_s = self._stretch.seconds
         self.faster(len(self.plan.members), self.iteration_s)
 
     def _boundary(self) -> Run:
         yield from self._save_if_due()
-        arrived = self._copying is not None and self._copying.arrived
+        arrived = any(copies.arrived for copies in self._copying)
         self._complete()
         self._offer()
         if arrived and self._written is None:
             self._copied = set(self._built)
             self._lead()
-        if self._written is not None:
-            yield from self._change(self._written)
-        self._copied = set(self._built)
-        self._lead()
+        while True:
+            if self._written is not None:
+                yield from self._change(self._written)
+            self._copied = set(self._built)
+            self._lead()
+            if not self._written_at_once:
+                return
 
     def _write_s(self) -> float:
         """Of a checkpoint: each member writes an equal share, or what it cannot divide."""
@@ -261,18 +277,19 @@ class BambooJob(SimulatedTraining):
         previous, owners = self.plan.epoch, self.plan.owners
         self._write(action.plan, action.reason)
         self._pace_up()
-        self.more_s = self.terms.first_s if self.plan.owners != owners else 0.0
+        if self.plan.owners != owners:
+            self.more_s = self.terms.first_s
         yield self.env.timeout(self.terms.switch_s)
         self._offer(meanwhile=True)
         told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}
         self._emit_each(ev.Reconfigured, self.plan.members, **told)
-        if self._copying is not None and self.ready.keys() <= set(self.members):
+        if self._copying and self.ready.keys() <= set(self.members):
             # The target stays while its copies are made, so there is nothing to do before they are.
             self._decided = self._known()
 
     @property
     def soon(self) -> bool:
-        return self._written is not None or (self._copying is not None and not self._copying.offered)
+        return self._written is not None or not all(copies.offered for copies in self._copying)
 
     def _recover(self) -> Run:
         """Take over from lost members in the middle of an iteration, and finish it."""
@@ -283,21 +300,19 @@ class BambooJob(SimulatedTraining):
         committed = self._commit_segment()
         if committed or not begun:
             # What was interrupted is not what was resumed before.
-            self._noticed = None
+            self._paused_s = 0.0
             self._stretch = Stretch(self._pace, self.plan)
         if not begun:
             self._step_began = self.env.now
         left, ordinary = self._stretch, self.iteration_s
         self.more_s = 0.0
-        struck: float | None = self.env.now
-        self._noticed = struck if self._noticed is None else self._noticed
+        begun_s = self.env.now
+        struck: float | None = begun_s
         while True:
-            yield from self._hold(self.terms.detection_s)
-            action = self._decider.decide(self._view(), self.env.now)
-            while isinstance(action, Wait) and action.until is not None:
-                yield from self._hold(max(0.0, action.until - self.env.now))
-                action = self._decider.decide(self._view(), self.env.now)
-            if isinstance(action, WritePlan) and action.losses:
+            action: Action | None = self._written
+            if action is None or not self._written_at_once or self._absent():
+                action = yield from self._answer()
+            if isinstance(action, WritePlan) and action.plan.immediate:
                 plan, lost = action.plan, [loss.member for loss in action.losses]
                 if plan.unheld or not self._pace.fits(plan):
                     yield from self._fatal(plan, lost)
@@ -306,32 +321,48 @@ class BambooJob(SimulatedTraining):
                 left = left.after(plan, at_s, at_s + (self.env.now - struck if struck is not None else 0.0))
                 at_s, struck = 0.0, None
                 self._write(plan, action.reason, lost)
-            if not (yield from self._hold(self.terms.rebuild_s, whole=False)) and not self._absent():
+            if (yield from self._entered_all(left)):
                 break
-        self._stretch = left
-        self._entered = True
+        self._paused_s += self.env.now - begun_s
+        yield from self._finish(left.seconds, ordinary)
+
+    def _answer(self) -> Run:
+        """What the leader does about losses, once it knows of them."""
+        yield from self._hold(self.terms.detection_s)
+        action = self._decider.decide(self._view(), self.env.now)
+        while isinstance(action, Wait) and action.until is not None:
+            yield from self._hold(max(0.0, action.until - self.env.now))
+            action = self._decider.decide(self._view(), self.env.now)
+        return action
+
+    def _entered_all(self, left: Stretch) -> Run:
+        """Members enter the plan in force; whether nothing interrupts that, and they do not enter the next at once."""
+        if (yield from self._hold(self.terms.rebuild_s, whole=False)) or self._absent():
+            return False
+        self._stretch, self._entered = left, True
         if not left.committing:
             self._offer(meanwhile=True)
         self._lead()
-        yield from self._finish(left.seconds, ordinary)
+        self._entered = not self._written_at_once
+        return self._entered
 
     def _finish(self, left_s: float, ordinary: float) -> Run:
         """The rest of the interrupted iteration. Another loss interrupts it again."""
-        agreed, began = self.env.now, self._step_began
+        began = self._step_began
         self.iteration_s = left_s
-        self._segment = agreed, left_s
+        self._segment = self.env.now, left_s
         try:
             yield self.env.timeout(left_s)
         except self._simpy.Interrupt:
             self.iteration_s = ordinary
             yield from self._recover()
             return
-        pause = {"pause_seconds": agreed - (self._noticed or agreed) - self.terms.detection_s}
+        pause = {"pause_seconds": max(0.0, self._paused_s - self.terms.detection_s)}
         times = {**pause, "detection_seconds": self.terms.detection_s, "plan_seconds": None, "rebuild_seconds": 0.0}
         work = {"redo_seconds": left_s, "forwards_redone": 0, "backwards_redone": 0, "mode": "resume"}
         self._emit_each(ev.Recovered, self.plan.members, step=self.step + 1, **times, **work)
         self._commit_segment()
-        self._noticed = None
+        self._paused_s = 0.0
         self.outcome.pauses.append(self.env.now - began - ordinary)
         self._pace_up()
 
@@ -344,32 +375,42 @@ class BambooJob(SimulatedTraining):
         self._emit(ev.Fatal, stages=stages, members=list(lost), checkpoint=self.saved.path)
         self.epoch, self._written = plan.epoch, None
         self._enter([member for member in self.members if member not in lost])
-        self._noticed = None
+        self._paused_s = 0.0
         self._furthest = max(self._furthest, self.step)
         yield from self._gather()
 
     # -- copies -------------------------------------------------------------------------------------------
 
     def _copy(self) -> None:
-        """The plan in force is new: its copies that are not complete begin."""
+        """The plan in force is new: its copies begin that are neither complete nor under way from the same owner."""
         learners = set(self.plan.learners)
         self._built &= learners
         self._copied &= learners
-        wanted = frozenset(learners - self._built)
-        self._copying = _Copies(wanted, self.env.now) if wanted else None
+        wanted = learners - self._built
+        for copies in self._copying:
+            kept = copies.pairs.items() if copies.offered else ()
+            copies.pairs = {
+                (r, m): owner for (r, m), owner in kept if (r, m) in wanted and self.plan.owners[r] == owner
+            }
+            wanted -= copies.pairs.keys()
+        self._copying = [copies for copies in self._copying if copies.pairs]
+        if wanted:
+            self._copying.append(_Copies({pair: self.plan.owners[pair[0]] for pair in sorted(wanted)}, self.env.now))
 
     def _offer(self, meanwhile: bool = False) -> None:
         """Owners offer what is to be copied, and it travels; ``meanwhile``: nobody waits, however short that is."""
-        copies = self._copying
-        if copies is None or copies.offered:
-            return
+        for copies in self._copying:
+            if not copies.offered:
+                self._offer_all(copies, meanwhile)
+
+    def _offer_all(self, copies: _Copies, meanwhile: bool) -> None:
         copies.offered = True
         load: dict[tuple[bool, str], float] = {}
         total = 0.0
-        for rank, learner in sorted(copies.pairs):
+        for (rank, learner), owner in copies.pairs.items():
             size = self._size(rank)
             total += size
-            for end in ((False, self.plan.owners[rank]), (True, learner)):
+            for end in ((False, owner), (True, learner)):
                 load[end] = load.get(end, 0.0) + size
         bound = self._config.topology.transfer_mb_per_s
         rate = min(self.terms.network_gb_s * 1e9, float("inf") if bound is None else bound * 1e6)
@@ -388,17 +429,21 @@ class BambooJob(SimulatedTraining):
     def _travel(self, copies: _Copies, seconds: float) -> Run:
         yield self.env.timeout(seconds)
         copies.arrived = True
-        if copies is self._copying:
+        if copies not in self._copying:
+            return
+        if self._pace.layout.sharded:  # complete with the iteration
             self.tell()
+            return
+        self._complete()
+        self._copied = set(self._built)
+        self._lead()
 
     def _complete(self) -> None:
         """Copies whose states have arrived are complete."""
-        copies = self._copying
-        if copies is None or not copies.arrived:
-            return
-        self._copying = None
-        self._built |= copies.pairs
-        for rank, member in sorted(copies.pairs):
-            role = self._pace.layout.role(rank)
-            what = {"role": (role.pipeline, role.stage), "bytes": round(self._size(rank))}
-            self._emit(ev.ReplicaBuilt, member=member, step=self.step, seconds=self.env.now - copies.since, **what)
+        for copies in [copies for copies in self._copying if copies.arrived]:
+            self._copying.remove(copies)
+            self._built |= copies.pairs.keys()
+            for rank, member in copies.pairs:
+                role = self._pace.layout.role(rank)
+                what = {"role": (role.pipeline, role.stage), "bytes": round(self._size(rank))}
+                self._emit(ev.ReplicaBuilt, member=member, step=self.step, seconds=self.env.now - copies.since, **what)

@@ -387,7 +387,8 @@ class Stretch:
         synced, _ = pace.advanced(self._groups, at_s - pace.sums_s / pace.overhead)
         for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
             now, changed = found[role], [new != old for new, old in zip(computing, before[rank], strict=True)]
-            near = plan.owner(role) == self.plan.shadow(role) or len(now.parts) > 1
+            heir = plan.owner(role)
+            near = heir == self.plan.shadow(role) or (rank, heir) in self.plan.learners or len(now.parts) > 1
             sums = [pace.sums_of(part) if near else () for part in synced[role].parts]
             given = [part.backwards for part in pace.behind(done, role)]
             held = tuple(

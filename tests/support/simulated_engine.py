@@ -409,6 +409,7 @@ class World:
         seed: of everything that is drawn.
         cuts: the losses, in their order.
         switch: a planned change of roles comes at some time, too.
+        at_once: it comes when members have done so many things, and interrupts the iteration.
 
     Attributes:
         done: of every member what it has done, and after how many iterations, since the last loss.
@@ -425,6 +426,7 @@ class World:
     seed: int
     cuts: tuple[Cut, ...] = ()
     switch: bool = False
+    at_once: int | None = None
     done: dict[str, list[tuple[int, str]]] = field(default_factory=dict, init=False)
     killed: list[str] = field(default_factory=list, init=False)
     switched: bool = field(default=False, init=False)
@@ -562,7 +564,7 @@ class World:
             found.append(self._feed)
         elif self.spec.heals and started and self._healing() is not None:
             found.append(self._heal)
-        elif self.switch and self._entered() and any(self.plan.shadows) and not (self.switched or self.plan.lost):
+        elif self._switches() and self._entered() and any(self.plan.shadows) and not (self.switched or self.plan.lost):
             found.append(self._plan_switch)
         return found
 
@@ -668,8 +670,11 @@ class World:
         self._planned = None
 
     def _heal(self) -> None:
+        """The leader changes the plan, at a boundary or, as where iterations are long, at once."""
         assert self._change is not None
-        self.replaced, self.plan = self.plan, self._change
+        stay = set(self.plan.members) <= set(self._change.members)
+        change = replace(self._change, immediate=stay and self.random.random() < 0.5)
+        self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 
     def _plan_losses(self) -> None:
@@ -683,14 +688,21 @@ class World:
         """A member cannot go on, so nobody can."""
         self.plan = fatal_plan(self.plan, self.plan.members)
 
+    def _switches(self) -> bool:
+        return self.switch if self.at_once is None else sum(map(len, self.done.values())) > self.at_once
+
     def _plan_switch(self) -> None:
-        """Owner and shadow of a role change places, at a boundary that all reach."""
+        """Owner and shadow of a role change places."""
         self.switched = True
         owners, shadows = list(self.plan.owners), list(self.plan.shadows)
         rank, shadow = self.random.choice([(rank, shadow) for rank, shadow in enumerate(shadows) if shadow])
         owners[rank], shadows[rank] = shadow, owners[rank]
         changed = replace(
-            self.plan, epoch=self.plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), immediate=False
+            self.plan,
+            epoch=self.plan.epoch + 1,
+            owners=tuple(owners),
+            shadows=tuple(shadows),
+            immediate=self.at_once is not None,
         )
         self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
 

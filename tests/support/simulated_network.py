@@ -262,12 +262,17 @@ class Network:
         if mine.undelivered:
             raise PeerLost(f"epoch {mine.plan.epoch}: something was not delivered")
 
-    def receive(self, mine: Attachment, key: Any, sources: Sequence[str]) -> None:
-        """Wait for a message from each of ``sources`` at ``key``; what has come before one is gone still counts."""
+    def receive(
+        self, mine: Attachment, key: Any, sources: Sequence[str], over: Callable[[], bool] = lambda: False
+    ) -> None:
+        """Wait for a message from each of ``sources`` at ``key``, or until ``over()``.
+
+        What has come before one is gone still counts.
+        """
 
         def lacking() -> list[str]:
             come = {source for source, _, _ in mine.inboxes[key]}
-            return [source for source in sources if source not in come]
+            return [] if over() else [source for source in sources if source not in come]
 
         self._turns.wait(lambda: bool(mine.aborted or not lacking() or mine.gone.intersection(lacking())))
         mine.check(lacking())
@@ -362,6 +367,10 @@ class SimulatedTransport:
             raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {number}")
         self._mine.inboxes[self._key(lane)].popleft()
         return payload
+
+    def await_either(self, lane: Lane, over: Callable[[], bool]) -> None:
+        self._begin(f"wait on {lane.name}")
+        self._network.receive(self._mine, self._key(lane), [lane.source], over)
 
     def take(self, lane: Lane, parked: bool = False) -> list[tuple[int, Payload]]:
         messages = self._mine.inboxes[self._key(lane)]

@@ -318,6 +318,10 @@ class Fetching:
             self._found = offered if self._world.random.random() < self._chance else None
         return self._found is not None
 
+    @property
+    def complete(self) -> bool:
+        return self.done() and self._found is not None
+
     def result(self) -> Any:
         if self._key.startswith((History.PREFIX, FLAGS)):
             return self._world.answer(self._member, self._key), []

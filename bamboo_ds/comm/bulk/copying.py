@@ -58,6 +58,11 @@ class Fetch:
         with self._changed:
             return self._ends_by() is None
 
+    @property
+    def complete(self) -> bool:
+        """Whether all has arrived. Takes no lock, so that it can be asked while any is held."""
+        return self._over is True
+
     def result(self, timeout_s: float | None = None) -> Fetched:
         """The text, and the tensors with dtype and shape of the originals, each contiguous, with memory of its own.
 

@@ -1,9 +1,10 @@
-"""Changes of the plan at a boundary: healing, admission, rebalancing, leaving. Pure.
+"""Changes of the plan that no loss asks for: healing, admission, rebalancing, leaving. Pure.
 
 What the planner wants is reached in two steps. First the same owners and shadows with *learners*, which copy the state
 that the planner wants them to have while training goes on. When all of them are ready, the plan itself: an exchange of
 names between members that hold the state already. No step is written before all workers have entered the one before
-it, so a worker never has to skip one.
+it, so a worker never has to skip one. They enter it at a boundary between two operations; in the middle of an iteration
+that takes long, where the end would come too late.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from ...topology import (
     holders_of,
     learners_for,
     moves,
+    predicted_s,
     settled,
     while_copying,
 )
@@ -34,6 +36,13 @@ from ..registry.records import WorkerState, in_slot_order
 from .actions import WritePlan
 from .departures import every_rank, feeding, going, handover, needed, waits
 from .view import View
+
+#: Iterations of so many seconds are interrupted for a plan that serves better: that costs a second or so, and the
+#: passes that members are in.
+_LONG_S = 30.0
+#: Where roles move as well: after which share of an iteration their owners send sums, at most, and what the slowest
+#: member has to do then, of what it had before.
+_OFTEN, _SHORTER = 0.2, 0.8
 
 
 def policy_of(layout: Layout, redundant: bool, settings: BambooConfig) -> Policy:
@@ -74,7 +83,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         same = _duties(target) == _duties(plan)
         if same and not plan.learners:
             return None
-        return WritePlan(target, _reason(plan, target, candidates))
+        return WritePlan(_in_time(view, plan, target), _reason(plan, target, candidates))
     rushed = handover(view, plan, candidates, holders)
     if rushed is not None:
         return WritePlan(rushed, "short of time: " + _reason(plan, rushed, candidates))
@@ -94,7 +103,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         immediate=False,
         lost=(),
     )
-    return WritePlan(_able(view, learning), _reason(plan, target, candidates))
+    return WritePlan(_in_time(view, plan, _able(view, learning)), _reason(plan, target, candidates))
 
 
 def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
@@ -112,6 +121,25 @@ def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
     learners = tuple(sorted(learners_for(plan, target)))
     crowded = tuple(while_copying(plan, target, learners, Room(plan, candidates))) != plan.shadows
     return plan if crowded else replace(plan, learners=learners)
+
+
+def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
+    """``change`` as members enter it: at the next boundary, or in the middle of a long iteration.
+
+    It does not wait where nobody leaves, and roles move only if that makes the iteration shorter. Who gets one goes on
+    from sums, which are those of whole stages. Stages that are divided anew are so with the next iteration in any case.
+    """
+    states = [view.workers[member] for member in plan.members]
+    if max(state.iteration_s for state in states) < _LONG_S or not set(plan.members) <= set(change.members):
+        return change
+    if _duties(replace(change, lent=plan.lent)) == _duties(plan) and change.learners == plan.learners:
+        return change
+    pairs = zip(plan.owners, change.owners, strict=True)
+    moved = {rank for rank, (before, after) in enumerate(pairs) if before != after}
+    now = replace(change, lent=tuple(each for each in change.lent if each.rank not in moved), immediate=True)
+    often = all(0 < view.workers[plan.owners[rank]].sums_share <= _OFTEN for rank in moved)
+    shorter = predicted_s(now, Costs()) <= _SHORTER * predicted_s(plan, Costs())
+    return now if not moved or (often and shorter) else change
 
 
 def _able(view: View, plan: Plan) -> Plan:

@@ -274,6 +274,7 @@ class WorkerState(WorkerRecord):
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
+        sums_share: after this share of the micro-batches of an iteration it sends sums of gradients; 0: never.
         passes: by stage what passes of an iteration keep, in bytes.
         outputs: by stage what it hands on for a micro-batch, in bytes; known with ``passes``.
     """
@@ -285,6 +286,7 @@ class WorkerState(WorkerRecord):
     cuts: dict[int, tuple[int, ...]] = {}
     seconds: tuple[BlockSeconds, ...] = ()
     iteration_s: float = 0.0
+    sums_share: float = 0.0
     passes: dict[int, int] = {}
     outputs: dict[int, int] = {}
 

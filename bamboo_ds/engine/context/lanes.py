@@ -45,8 +45,8 @@ class Stream(IntEnum):
     SHARD = 14
     #: What the owner has computed, for the shadow that has rehearsed it.
     REPORT = 15
-    #: Sums of gradients of a part of the role in the middle of an iteration, from the member that computes it to the
-    #: one that could take it over.
+    #: Sums of gradients of a part of the role in the middle of an iteration, from the member that computes it to those
+    #: that could take it over.
     SUMS = 16
 
 
@@ -103,10 +103,9 @@ class Lanes:
                 self._add(Stream.SUMS, role, shadow, owner, NEWEST_SUMS)
                 # It loads micro-batches, if its part is at an end of the pipeline.
                 helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
-            if shadow is not None:
-                self._add(Stream.SUMS, role, owner, shadow, NEWEST_SUMS)
             builders = [builder for rank, builder in plan.learners if rank == layout.rank(role)]
             for holder in (*((shadow,) if shadow is not None else ()), *builders):
+                self._add(Stream.SUMS, role, owner, holder, NEWEST_SUMS)
                 for stream in (Stream.REPLICA, Stream.STATE, Stream.TOLD):
                     self._add(stream, role, owner, holder)
             for member in _interested(plan, role) if layout.sharded else ():

@@ -8,7 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import TYPE_CHECKING
 
@@ -108,9 +108,11 @@ class CurrentEpoch:
 class Recovery:
     """What a recovery has agreed on and taken over, and its times in seconds on this member's clock.
 
+    Of several recoveries of an operation it is about the last one, with the times of all.
+
     Attributes:
         decision: how the interrupted operation goes on.
-        noticed: when the loss was noticed (a plan arrived or an operation failed).
+        noticed: when the first of them was noticed (a plan arrived or an operation failed).
         planned: until the plan was there.
         rebuilt: from the plan until everybody had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
@@ -127,6 +129,13 @@ class Recovery:
     backwards_redone: int
     backwards_kept: int
     consumed: Consumed | None
+
+    def after(self, before: Recovery | None) -> Recovery:
+        """The same, if ``before`` was another one of the operation, which went on in between."""
+        if before is None:
+            return self
+        planned, rebuilt = before.planned + self.planned, before.rebuilt + self.rebuilt
+        return replace(self, noticed=before.noticed, planned=planned, rebuilt=rebuilt)
 
 
 class ScriptPhase(Enum):

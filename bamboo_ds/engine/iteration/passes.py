@@ -165,11 +165,13 @@ class Passes(InContext):
     def _note_layers(self, runtime: StageRuntime) -> None:
         """The first pass of an iteration begins: keep what later passes change of what the layers keep.
 
-        Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on.
+        Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on. So
+        may those of others, where the stage is copied in the iteration: if they keep little.
         """
+        if runtime.share.first_layers is not None:
+            return
         again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
-        again = again or runtime.role in self.progress.taken_over
-        if again and runtime.share.first_layers is None:
+        if again or runtime.role in self.progress.taken_over or (self.mode.replicas and runtime.layers.keep_little()):
             runtime.share.first_layers = runtime.layers.undo()
 
 

@@ -1,6 +1,7 @@
 """Partial sums: from where in an iteration a role goes on that is taken over (``redundancy.sync_every``).
 
-An owner sends the sums of its gradients every few micro-batches to its shadow, which keeps the newest two::
+An owner sends the sums of its gradients every few micro-batches to its shadow, which keeps the newest two, and to
+members that copy its state::
 
     owner     F0 F1 F2 B0 F3 B1 F4 B2 F5 B3 F6 B4 F7 B5 ...
                      |        \\ sums of 2     \\ sums of 4
@@ -90,10 +91,10 @@ class PartialSums(InContext):
             return 0
         seconds = 0.0
         for runtime in self.binding.owned():
-            shadow = self.epoch.plan.shadow(runtime.role)
             size = self._bytes.get(runtime.role) or sum(parameter.nbytes for parameter in runtime.trainable())
-            rate = None if shadow is None else self.epoch.transport.rate(shadow)
-            seconds += size / (rate or _ASSUMED_RATE)
+            for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
+                if lane.source == self.epoch.member:
+                    seconds += size / (self.epoch.transport.rate(lane.destination) or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
         # Whom they are sent to takes as long for them as the main thread here, which passes wait for.
         taken = 2 * sum(self._taken_s.values())

@@ -12,7 +12,7 @@ import torch
 
 from ...errors import ConfigError, EpochChanged, ReplicaDiffers
 from ...observe.spans import Kind
-from ...schedule import Commit, Program, RoleProgress, commit_program, member_program
+from ...schedule import Commit, Program, RecvReplica, RoleProgress, commit_program, member_program
 from ...topology import Role
 from ..checkpoints.saving import Saves
 from ..context.operation import Outcome
@@ -169,6 +169,8 @@ class Training(InContext):
     def _execute(self, program: Program, until_commit: bool) -> None:
         for instruction in program:
             commits = type(instruction) is Commit
+            if until_commit:
+                self.copies.complete_arrived(instruction.role if isinstance(instruction, RecvReplica) else None)
             if commits and self.iteration.checks.on:
                 with self.recording.span(Kind.REHEARSE):
                     self.iteration.checks.rehearse()

@@ -19,7 +19,15 @@ from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
 from ..replicas.building import StageBuilder
-from ..replicas.construction import FETCH_TIMEOUT_S, Construction, Kept, Moment, Snapshots, snapshot_key
+from ..replicas.construction import (
+    FETCH_TIMEOUT_S,
+    Construction,
+    Kept,
+    Moment,
+    OfferedState,
+    Snapshots,
+    snapshot_key,
+)
 from ..replicas.replica import capture
 from ..script.changes import Adjusted
 from ..stage.runtime import StageRuntime
@@ -162,7 +170,8 @@ class Copies(InContext):
 
     def _offer(self, moment: Moment) -> None:
         for key, role in self.snapshots.due():
-            self.snapshots.offer(key, capture(self.binding.runtimes[role]), moment)
+            runtime = self.binding.runtimes[role]
+            self.snapshots.offer(key, OfferedState(moment, runtime.share.reversible, capture(runtime)))
 
     def drop_incoming(self) -> None:
         """What this iteration's reductions have given is void."""
@@ -201,16 +210,44 @@ class Copies(InContext):
                 logger.warning("copying role %s failed and begins again: %s", construction.role, error)
                 construction.fetch = self._fetch(*construction.source)
 
+    def complete_arrived(self, awaited: Role | None) -> None:
+        """In the middle of an iteration: complete the copies that are there, so that others can rely on them.
+
+        Not that of the role whose stage the script looks at, nor where members exchange shards after a step.
+
+        Args:
+            awaited: the reduced gradients of this role are received next; until they come there is time for copies.
+        """
+        if not self.constructions or self.epoch.layout.sharded:
+            return
+        lane = None if awaited is None else self.epoch.lanes.replica(awaited, self.epoch.member)
+
+        def able() -> list[Construction]:
+            local = self.binding.local.role
+            return [each for each in self.constructions.values() if each.incoming is None and each.role != local]
+
+        def arrived() -> list[Construction]:
+            return [each for each in able() if each.serves]
+
+        while True:
+            while found := arrived():
+                self.binding.refresh()
+                self._advance(found[0])
+            if lane is None or not any(not each.fetch.complete for each in able()):
+                return
+            self.epoch.transport.await_either(lane, lambda: bool(arrived()))
+            if self.epoch.transport.ready(lane):
+                return
+
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
             found = construction.arrived()
             if found is None:
                 return
-            moment, state = found
-            construction.forget(moment[0])
+            construction.forget(found.moment[0])
             pristine = construction.scheduled_by(self.binding.local.pristine)
-            construction.runtime = self._build(construction.role, state, pristine)
-            construction.follows = construction.position(moment) == SchedulerPosition.of(construction.runtime)
+            construction.runtime = self._build(construction.role, found.state, pristine)
+            construction.follows = construction.position(found.moment) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
@@ -255,6 +292,7 @@ class Copies(InContext):
             cuts=owned,
             seconds=self.iteration.measures.times.told(),
             iteration_s=self.iteration.measures.times.iteration_s,
+            sums_share=self.iteration.sums.every / self.ds.micro_batches,
             passes=self.iteration.measures.kept.known,
             outputs=self.iteration.measures.kept.outputs,
         )

@@ -73,8 +73,7 @@ class RecoveryProtocol(InContext):
         begin = time.monotonic()
         self.recording.disturbed()
         self.epoch.session.abort("recovery", orderly=True)  # else it has been aborted
-        before = self.progress.recovery
-        noticed = min(self.epoch.job.lost_at or begin, begin, *([before.noticed] if before is not None else []))
+        noticed = min(self.epoch.job.lost_at or begin, begin)
         with self.recording.span(Kind.AWAIT_PLAN):
             plan = self.epoch.job.next_plan(self.epoch.session.epoch)
         planned = time.monotonic()
@@ -100,7 +99,8 @@ class RecoveryProtocol(InContext):
         self.epoch.job.lost_at = None
         redone = self.roles.redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
-        self.progress.recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
+        recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
+        self.progress.recovery = recovery.after(self.progress.recovery)
         self.announcements.tell_again()
         listener = unchanged("a listener of bamboo_ds.on_plan_change", self.binding.local.layers, count_of)
         with self.binding.for_script(), listener:

@@ -121,7 +121,7 @@ class MemberReport(JobFacts):
         training: it is in an iteration.
         roles: progress of the roles that it owns under the new plan.
         helped: of roles that it shadows: rank, and what it has computed for the owner.
-        spent: ranks of roles that it shadows, and of which it cannot compute anything in this iteration: it has been
+        spent: ranks of roles that it shadows, and of which it does not compute anything in this iteration: it has been
             the owner, and its passes have changed what the layers keep.
         commit: sum of the last commit all-reduce; ``None`` before the first.
         received: parts of batches that it has received in this operation: pipeline (as text), part, number.

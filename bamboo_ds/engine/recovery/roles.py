@@ -64,7 +64,9 @@ class RoleTransfer(InContext):
                 self.progress.taken_over.add(role)
         for role in [r for r in runtimes if r not in owned]:
             if role in followed and runtimes[role].usable:
-                runtimes[role].share.helps |= runtimes[role].owned and runtimes[role].share.divided
+                share, before = runtimes[role].share, runtimes[role].owned
+                share.helps |= before and share.divided
+                share.spent |= before and share.begun and not share.divided
                 runtimes[role].owned = False
             else:
                 self.binding.drop(role)

@@ -43,6 +43,22 @@ Moment = tuple[int, bool]
 
 
 @dataclass(frozen=True)
+class OfferedState:
+    """What an owner offers.
+
+    Attributes:
+        moment: when it was taken.
+        begins: the iteration can be begun with it; else the layers are as passes of it have left them, and right only
+            after its step.
+        state: of the role.
+    """
+
+    moment: Moment
+    begins: bool
+    state: Any
+
+
+@dataclass(frozen=True)
 class Kept:
     """What the job has done since the copy was begun, and a snapshot may not contain.
 
@@ -82,12 +98,21 @@ class Construction:
     kept: deque[Kept] = field(default_factory=deque, init=False)
     runtime: StageRuntime | None = field(default=None, init=False)
     positions: dict[Moment, SchedulerPosition] = field(default_factory=dict, init=False)
+    _arrived: OfferedState | None = field(default=None, init=False)
     follows: bool = field(default=False, init=False)
 
     @property
     def near(self) -> bool:
         """Whether it is complete with the end of the iteration under way, unless its transfer has failed."""
         return (self.runtime is not None or self.fetch.done()) and len(self.kept) <= 1
+
+    @property
+    def serves(self) -> bool:
+        """Whether what has arrived serves in the middle of an iteration."""
+        if self.runtime is not None or not self.fetch.complete:
+            return self.runtime is not None
+        found = self.arrived()
+        return found is not None and found.begins
 
     def forget(self, sequence: int) -> None:
         """Drop what is kept and a snapshot of ``sequence`` contains."""
@@ -104,12 +129,12 @@ class Construction:
         replaced = next((each.replacement for each in self.kept if each.replacement is not None), None)
         return now if replaced is None else replaced.before
 
-    def arrived(self) -> tuple[Moment, Any] | None:
-        """Moment and state of the snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
-        if not self.fetch.done():
-            return None
-        content = join(*self.fetch.result())
-        return (content["sequence"], content["within"]), content["state"]
+    def arrived(self) -> OfferedState | None:
+        """The snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
+        if self._arrived is None and self.fetch.done():
+            content = join(*self.fetch.result())
+            self._arrived = OfferedState((content["sequence"], content["within"]), content["begins"], content["state"])
+        return self._arrived
 
 
 class Snapshots:
@@ -135,10 +160,11 @@ class Snapshots:
         """Keys and roles of the snapshots that are due at the next boundary."""
         return sorted(self._due.items())
 
-    def offer(self, key: str, state: Tree, moment: Moment) -> None:
-        """Copy ``state`` as it is now and offer it under ``key``."""
-        sequence, within = moment
-        text, tensors = split({"sequence": sequence, "within": within, "state": state})
+    def offer(self, key: str, snapshot: OfferedState) -> None:
+        """Copy ``snapshot`` as it is now and offer it under ``key``."""
+        sequence, within = snapshot.moment
+        told = {"sequence": sequence, "within": within, "begins": snapshot.begins, "state": snapshot.state}
+        text, tensors = split(told)
         self._offers.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]

@@ -200,7 +200,10 @@ _COUNTERS = ("global_steps", "global_samples", "skipped_steps", "micro_steps")
 
 
 def capture(runtime: StageRuntime) -> Tree:
-    """The role's full state: what a replica must equal. The runtime's attributes must be up to date."""
+    """The role's full state: what a replica must equal. The runtime's attributes must be up to date.
+
+    In an iteration it is what it was before the first pass, and is until the optimizer's step.
+    """
     return {
         "groups": group_names(runtime),
         "structure": structure_of(runtime.module),
@@ -208,7 +211,7 @@ def capture(runtime: StageRuntime) -> Tree:
         "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
         "parameters": [p.detach() for p in runtime.module.parameters()],
-        "layers": runtime.layers.capture(whole=True),
+        "layers": runtime.share.first_layers or runtime.layers.capture(whole=True),
         "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
         "scheduler": capture_scheduler(runtime),

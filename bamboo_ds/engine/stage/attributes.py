@@ -76,6 +76,11 @@ class PlainTensors:
                 found[path] = own
         return found
 
+    def nbytes(self) -> int:
+        """Of all of them."""
+        values = (value for own in self.now().values() for value in own.values())
+        return sum(leaf.nbytes for value in values for leaf in _apart(value)[1])
+
     def marks(self) -> dict[str, dict[str, Mark]]:
         """By which changes are seen."""
         return {path: {name: Mark.of(value) for name, value in own.items()} for path, own in self.now().items()}

@@ -27,6 +27,9 @@ logger = logging.getLogger("bamboo_ds")
 #: Attributes of layers that are numbers (or ``None``, where there is no number yet), by the layers' names.
 Numbers = dict[str, dict[str, Any]]
 
+#: Bytes that layers may keep for a copy of that to be little; or this share of those of their parameters.
+_LITTLE, _LITTLE_SHARE = 1 << 20, 0.05
+
 _NUMBERS = frozenset((bool, int, float, NoneType))
 #: Attributes that every layer has; whether it is in training mode is not the same on all members.
 _OF_ALL = frozenset(vars(nn.Module()))
@@ -262,6 +265,11 @@ class Layers:
         extra = [f"{path}._extra_state" for path in self.extra()]
         named = (f"{path}.{name}" for found in (numbers, self.tensors.made()) for path in found for name in found[path])
         return [*changed, *named, *extra]
+
+    def keep_little(self) -> bool:
+        """Whether :meth:`undo` copies little, beside the parameters."""
+        kept = sum(buffer.nbytes for buffer in self.buffers().values()) + self.tensors.nbytes()
+        return kept <= max(_LITTLE, _LITTLE_SHARE * sum(parameter.nbytes for parameter in self.parameters.values()))
 
     def undo(self) -> Tree:
         """What :meth:`restore` makes the layers keep what they keep now again."""

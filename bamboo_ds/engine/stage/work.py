@@ -126,8 +126,9 @@ class Share:
         part: the one that passes act on.
         helps: whether this member computes a part of the role as its shadow.
         partial_pass: whether a loss has interrupted a pass that had changed something already.
+        spent: whether what is here was computed as the owner of the whole stage, which this member is not any more.
         first_layers: what the layers kept before the first forward, where passes may have to be done again from the
-            first one on.
+            first one on, here or where the stage is copied to.
         received: what the shadow has computed of an owned role, which is not in this member's own sums.
     """
 
@@ -135,7 +136,7 @@ class Share:
         self.blocks = blocks
         self.parts = [Part(0, blocks, buffers)]
         self.part = self.parts[0]
-        self.helps = self.partial_pass = False
+        self.helps = self.partial_pass = self.spent = False
         self.first_layers: Tree | None = None
         self.received: PartSums | None = None
 
@@ -145,9 +146,9 @@ class Share:
         return any(part.begun for part in self.parts)
 
     @property
-    def spent(self) -> bool:
-        """Whether passes cannot be forgotten: what the layers kept before them is not known."""
-        return self.begun and self.first_layers is None
+    def reversible(self) -> bool:
+        """Whether passes can be done again from the first one on: none is done, or what the layers kept is known."""
+        return self.first_layers is not None or not self.begun
 
     @property
     def divided(self) -> bool:

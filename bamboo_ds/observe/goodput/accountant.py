@@ -55,6 +55,7 @@ class _Recovery:
 
     Attributes:
         fault: when the first of the members was lost that it was without, if that is known.
+        planned: nobody was lost: a plan could not wait for the step's end.
     """
 
     end: float
@@ -62,6 +63,7 @@ class _Recovery:
     life: Life
     step: _Step | None
     fault: float | None
+    planned: bool
 
     @property
     def begin(self) -> float:
@@ -84,7 +86,9 @@ class _Recovery:
             if step.ordinary is not None:
                 noticed = min(noticed, step.begin + step.ordinary)
                 redone = min(redone, max(0.0, noticed - step.begin + redone - step.ordinary))
-        self.life.label(noticed, agreed, Rank.RECOVERY, Category.DETECTION)
+        self.life.label(
+            noticed, agreed, Rank.RECOVERY, Category.RECONFIGURATION if self.planned else Category.DETECTION
+        )
         self.life.label(agreed, agreed + redone, Rank.RECOVERY, Category.REDONE)
         self.life.label(agreed + redone, self.end, Rank.RECOVERY, after)
 
@@ -152,7 +156,9 @@ class Accountant:
                 for life in self._of([event.member]):
                     own = self._last if self._last is not None and self._last.number == event.step else None
                     fault = self._first_fault() if self._lost or own is None else self._fault
-                    self._open.append(_Recovery(now, event, life, own, fault))
+                    plan = self._plans.get(event.epoch)
+                    planned = fault is None and plan is not None and not plan.lost
+                    self._open.append(_Recovery(now, event, life, own, fault, planned))
                     self._recoveries.append(self._open[-1])
             case ev.Reconfigured():
                 self._enter(event.epoch, now)
