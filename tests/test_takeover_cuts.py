@@ -394,6 +394,18 @@ def test_roles_move_in_the_middle_of_an_iteration(job: str, course: int) -> None
     assert done["kept"] > 0 or job != "sums" or course, done
 
 
+def test_no_role_moves_without_what_its_script_has_just_changed() -> None:
+    """That comes with the end of the iteration: in the middle of it the job ends rather than lose it in silence."""
+    spec, ended = replace(LINE, changes="weights once"), Counter[Any]()
+    before = undisturbed(spec, 0)
+    for seed in range(24):
+        things = Random(seed).randrange(sum(map(len, before.done.values())))
+        world = World(spec, seed, at_once=things).run()
+        check(world)
+        ended.update({type(member.fatal) for member in world.survivors()})
+    assert min(ended[FatalLoss], ended[type(None)]) > 2, ended
+
+
 def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
     """It has the reduced gradients of the first stage, and alone draws the labels that the last one waits for."""
     drawn, draw_ahead = Counter[bool](), BatchSupply.draw_ahead

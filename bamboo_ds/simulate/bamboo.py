@@ -277,8 +277,7 @@ class BambooJob(SimulatedTraining):
         previous, owners = self.plan.epoch, self.plan.owners
         self._write(action.plan, action.reason)
         self._pace_up()
-        if self.plan.owners != owners:
-            self.more_s = self.terms.first_s
+        self.more_s = self.terms.first_s if self.plan.owners != owners else 0.0
         yield self.env.timeout(self.terms.switch_s)
         self._offer(meanwhile=True)
         told = {"step": self.step, "pause_seconds": self.terms.switch_s, "previous": previous}

@@ -274,7 +274,8 @@ class WorkerState(WorkerRecord):
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
-        sums_share: after this share of the micro-batches of an iteration it sends sums of gradients; 0: never.
+        sums_share: after this share of the micro-batches of an iteration it sends sums of gradients that others can go
+            on from; 0: never, or its script changes its stages between two iterations.
         passes: by stage what passes of an iteration keep, in bytes.
         outputs: by stage what it hands on for a micro-batch, in bytes; known with ``passes``.
     """

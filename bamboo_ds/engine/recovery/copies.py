@@ -285,6 +285,7 @@ class Copies(InContext):
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.stage.cuts or () for rank, r in known.items()}
         self.iteration.measures.times.enter(self.epoch.plan.epoch)
+        changed = any(runtime.layers.changes.count for runtime in self.binding.owned())
         state = WorkerState(
             id=self.epoch.channel.member,
             epoch=self.epoch.plan.epoch,
@@ -292,7 +293,7 @@ class Copies(InContext):
             cuts=owned,
             seconds=self.iteration.measures.times.told(),
             iteration_s=self.iteration.measures.times.iteration_s,
-            sums_share=self.iteration.sums.every / self.ds.micro_batches,
+            sums_share=0.0 if changed else self.iteration.sums.every / self.ds.micro_batches,
             passes=self.iteration.measures.kept.known,
             outputs=self.iteration.measures.kept.outputs,
         )
