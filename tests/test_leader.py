@@ -269,8 +269,8 @@ def test_long_iterations_are_not_waited_for() -> None:
         return decided(WritePlan, decider(), seen, 100.0).plan
 
     short, long = next_plan(view(lost, 20.0)), next_plan(view(lost, 200.0))
-    assert replace(short, immediate=True) == long and "e" in long.members and long.learners
-    assert (short.immediate, long.immediate) == (False, True)
+    assert replace(short, immediate="iteration") == long and "e" in long.members and long.learners
+    assert (short.immediate, long.immediate) == (False, "iteration")
     # All that members copy is there: e gets the stage that its heir computes besides its own.
     copied = {n: tuple(rank for rank, learner in long.learners if learner == n) for n in long.members}
 
@@ -279,7 +279,7 @@ def test_long_iterations_are_not_waited_for() -> None:
         return replace(seen, workers={n: s.model_copy(update={"epoch": long.epoch}) for n, s in workers.items()})
 
     target = next_plan(complete(view(long, 200.0)))
-    assert target.owners != long.owners and heir == "a" and target.immediate and not target.lost
+    assert target.owners != long.owners and heir == "a" and target.immediate == "iteration" and not target.lost
     for seen in (view(long, 20.0), view(long, 200.0, sums_share=0.0), view(long, 200.0, sums_share=0.5)):
         assert next_plan(complete(seen)) == replace(target, immediate=False), "what moves would begin again"
     # A member leaves with a boundary, but those that take its stages over begin to copy them.
@@ -287,7 +287,7 @@ def test_long_iterations_are_not_waited_for() -> None:
     leaving = replace(view(SECOND, 200.0), members=members("a", "b", "c") | {"d": going})
     leaving = replace(leaving, reports={name: report(name) for name in IDS})
     plan = next_plan(leaving)
-    assert plan.immediate and plan.learners and plan.owners == SECOND.owners
+    assert plan.immediate == "iteration" and plan.learners and plan.owners == SECOND.owners
     held = {n: tuple(rank for rank, learner in plan.learners if learner == n) for n in plan.members}
     told = {n: s.model_copy(update={"epoch": plan.epoch, "replicas": held[n]}) for n, s in leaving.workers.items()}
     without = next_plan(replace(leaving, plan=plan, workers=told))

@@ -290,6 +290,7 @@ def test_all_are_at_the_boundary(changes: dict[str, Any], expected: bool) -> Non
         ({"training": False}, False),
         ({"step": 2}, False),
         ({"joining": True}, False),
+        ({"joining": True, "training": False, "step": 0, "roles": ()}, True),
         ({"stale": True}, False),
     ],
 )

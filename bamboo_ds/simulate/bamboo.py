@@ -139,7 +139,7 @@ class BambooJob(SimulatedTraining):
     @property
     def _written_at_once(self) -> bool:
         """Whether there is a plan that members do not wait for a boundary with."""
-        return self._written is not None and self._written.plan.immediate
+        return self._written is not None and bool(self._written.plan.immediate)
 
     def _known(self) -> tuple[object, ...]:
         """What the leader's decisions depend on between two losses."""

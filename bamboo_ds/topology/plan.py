@@ -62,8 +62,8 @@ class Plan:
             between. Empty in plans that no leader has written.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares the home of another member.
-        immediate: whether workers break off what they do to enter this epoch, as after a loss. Otherwise they
-            switch together at the next boundary between two operations.
+        immediate: whether workers break off what they do to enter this epoch, as after a loss; ``"iteration"``: if that
+            is an iteration. Otherwise they switch together at the next boundary between two operations.
         origin: names the job, from its first plan on: that one's nonce.
         generation: the restart (0: the first start) whose workers these are; :data:`UNSTARTED`: there are none yet.
         fence_s: see ``bamboo.membership.fence_s``; settled by the first plan, so that all go by the same number.
@@ -87,7 +87,7 @@ class Plan:
     crowded: tuple[str, ...] = ()
     places: tuple[str, ...] = field(default=(), repr=False)
     homes: tuple[int, ...] = ()
-    immediate: bool = True
+    immediate: bool | Literal["iteration"] = True
     origin: str = ""
     generation: int = 0
     fence_s: float | None = None

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -81,6 +81,7 @@ class Job:
         self.has_engine = False
         self.exit = ScriptExit(channel, self.session, lambda: self.at_finish(), lambda: self.at_end())
         self._step = 0
+        self._iterating = False
 
     @property
     def settings(self) -> BambooConfig:
@@ -218,7 +219,7 @@ class Job:
             if newest.epoch > told:
                 told = newest.epoch
                 self.channel.suspect(told, {self.channel.member: str(error)})
-            with suppress(TimeoutError):
+            with contextlib.suppress(TimeoutError):
                 self.channel.wait_plan(told, _LOOK_S)
         self.channel.suspect(told, {})
         logger.warning("the communicators are aborted after all: this worker goes on")
@@ -297,6 +298,18 @@ class Job:
         longest = max(self.settings.membership.rejoin_s, self.settings.recovery.plan_timeout_s)
         return min(longest, self.session.timeout.total_seconds() / 2)
 
+    @contextlib.contextmanager
+    def iterating(self) -> Iterator[None]:
+        """The body is an iteration, which some plans interrupt that interrupt nothing else."""
+        self._iterating = True
+        newest = self.channel.newest_plan
+        if newest is not None:
+            self._plan_arrived(newest)  # it may have found this worker before the iteration
+        try:
+            yield
+        finally:
+            self._iterating = False
+
     def boundary(self, writing: bool) -> int:
         """Epoch of the newest plan if this member could enter it now, else 0.
 
@@ -334,7 +347,8 @@ class Job:
     # -- called on other threads ----------------------------------------------------------------------
 
     def _plan_arrived(self, plan: Plan) -> None:
-        if plan.immediate and plan.epoch > self.session.epoch:
+        interrupts = self._iterating if plan.immediate == "iteration" else plan.immediate
+        if interrupts and plan.epoch > self.session.epoch:
             if self.session.epoch and self.session.aborted is None:
                 self.lost_at = time.monotonic()
             # Also if it is about to be attached.

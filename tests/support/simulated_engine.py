@@ -673,7 +673,7 @@ class World:
         """The leader changes the plan, at a boundary or, as where iterations are long, at once."""
         assert self._change is not None
         stay = set(self.plan.members) <= set(self._change.members)
-        change = replace(self._change, immediate=stay and self.random.random() < 0.5)
+        change = replace(self._change, immediate="iteration" if stay and self.random.random() < 0.5 else False)
         self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 
@@ -702,7 +702,7 @@ class World:
             epoch=self.plan.epoch + 1,
             owners=tuple(owners),
             shadows=tuple(shadows),
-            immediate=self.at_once is not None,
+            immediate=False if self.at_once is None else "iteration",
         )
         self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -148,7 +149,7 @@ class Job:
     def __init__(self, world: World, session: Session, plan: Plan, rank: int, joiner: bool) -> None:
         self.world, self.session, self.known = world, session, plan
         self.lost_at: float | None = None
-        self.replaying = self.dismissed = False
+        self.replaying = self.dismissed = self._iterating = False
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.channel: Any = SimpleNamespace(
             activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0, telling={}),
@@ -201,8 +202,21 @@ class Job:
     def push(self, plan: Plan) -> None:
         """A plan arrives."""
         self.known = plan
-        if plan.immediate:
-            self.session.abort(f"plan of epoch {plan.epoch} arrived", epoch=plan.epoch - 1)
+        self._heed()
+
+    def _heed(self) -> None:
+        interrupts = self._iterating if self.known.immediate == "iteration" else self.known.immediate
+        if interrupts and self.known.epoch > self.session.epoch:
+            self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
+
+    @contextmanager
+    def iterating(self) -> Iterator[None]:
+        self._iterating = True
+        self._heed()
+        try:
+            yield
+        finally:
+            self._iterating = False
 
     def dismiss(self) -> None:
         """The job has ended before this member was admitted."""

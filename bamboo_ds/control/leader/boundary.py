@@ -136,10 +136,10 @@ def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
         return change
     pairs = zip(plan.owners, change.owners, strict=True)
     moved = {rank for rank, (before, after) in enumerate(pairs) if before != after}
-    now = replace(change, lent=tuple(each for each in change.lent if each.rank not in moved), immediate=True)
+    now = replace(change, lent=tuple(each for each in change.lent if each.rank not in moved))
     often = all(0 < view.workers[plan.owners[rank]].sums_share <= _OFTEN for rank in moved)
     shorter = predicted_s(now, Costs()) <= _SHORTER * predicted_s(plan, Costs())
-    return now if not moved or (often and shorter) else change
+    return replace(now, immediate="iteration") if not moved or (often and shorter) else change
 
 
 def _able(view: View, plan: Plan) -> Plan:

@@ -201,7 +201,7 @@ class Replication(InContext):
             sequence, known, building = self.progress.sequence, construction.positions, construction
             found = Results(reduced=reduced, layers=layers)
             late = self._late(found, trained, lambda: (before, known[sequence, False]) if building.follows else None)
-            construction.kept.append(Kept(sequence, late))
+            construction.kept.append(Kept((sequence, False), late))
 
     def _defers(self, replica: StageRuntime, before: SchedulerPosition) -> bool:
         """Whether ``replica`` may take a step later: nothing looks at it until it catches up.

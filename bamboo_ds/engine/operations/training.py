@@ -73,9 +73,10 @@ class Training(InContext):
         self._begin = time.monotonic()
         self.binding.refresh()
         self.progress.position = SchedulerPosition.of(self.binding.local)
+        self.copies.note_position((self.progress.sequence - 1, True))
         self.supply.use_training()
         self.iteration.checks.begin_iteration()
-        with self.recording.iteration(), self.tags.iteration():
+        with self.recording.iteration(), self.tags.iteration(), self.epoch.job.iterating():
             self.takeover.run(self)
         # What DeepSpeed prints and gives to monitors now is the word of the member that speaks for the job.
         self.ds.global_rank = 0 if self.epoch.leads else -1

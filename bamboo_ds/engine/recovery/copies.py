@@ -96,7 +96,7 @@ class Copies(InContext):
             self.binding.runtimes[role].catch_up()
             follow(self.binding.runtimes[role])
         elif role in self.constructions:
-            self.constructions[role].kept.append(Kept(self.progress.sequence, follow))
+            self.constructions[role].kept.append(Kept((self.progress.sequence, False), follow))
 
     def follow_settings(self, changed: Adjusted) -> None:
         """The script has set something: replicas under construction get it when they are that far."""
@@ -107,7 +107,7 @@ class Copies(InContext):
             self.binding.reload()
 
         for construction in self.constructions.values():
-            construction.kept.append(Kept(self.progress.sequence, follow, changed.replacement))
+            construction.kept.append(Kept((self.progress.sequence - 1, True), follow, changed.replacement))
 
     def tell(self) -> str:
         """How far the replicas under construction are, for people; callable from any thread."""
@@ -129,7 +129,7 @@ class Copies(InContext):
             reports: of its members.
             decision: on the operation that all go on with. Who builds a replica may be in it, and knows nothing more of
                 what its script has set before; so owners offer no snapshot before they have done it, unless all are at
-                the boundary before, or in the same iteration, which they will finish together.
+                the boundary before, or in the same iteration, which they will finish together with those that join.
         """
         step = self._first = decision.step
         wanted: dict[str, Role] = {}
@@ -244,7 +244,7 @@ class Copies(InContext):
             found = construction.arrived()
             if found is None:
                 return
-            construction.forget(found.moment[0])
+            construction.forget(found.moment)
             pristine = construction.scheduled_by(self.binding.local.pristine)
             construction.runtime = self._build(construction.role, found.state, pristine)
             construction.follows = construction.position(found.moment) == SchedulerPosition.of(construction.runtime)

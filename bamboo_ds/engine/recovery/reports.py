@@ -262,9 +262,13 @@ def all_at_boundary(reports: Reports, step: int) -> bool:
 
 
 def all_in_iteration(reports: Reports, step: int) -> bool:
-    """Whether all members are in the iteration that is operation ``step``: states are what they were at its begin."""
+    """Whether all members are in the iteration that is operation ``step``: states are what they were at its begin.
+
+    Those that join, and have no roles yet, will be in it.
+    """
     return all(
-        report.training and report.step == step and not (report.joining or report.stale) for report in reports.values()
+        not report.roles if report.joining else report.training and report.step == step and not report.stale
+        for report in reports.values()
     )
 
 

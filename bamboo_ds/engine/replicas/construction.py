@@ -38,7 +38,7 @@ from ..stage.schedulers import Pristine, SchedulerPosition
 FETCH_TIMEOUT_S = 1800.0
 
 
-#: When a snapshot is taken: after which operation, and whether in the iteration that follows.
+#: After which operation, and whether after what scripts do before the next one: in the iteration that follows.
 Moment = tuple[int, bool]
 
 
@@ -63,12 +63,12 @@ class Kept:
     """What the job has done since the copy was begun, and a snapshot may not contain.
 
     Attributes:
-        sequence: number of the operation, or of the one that it came before.
+        moment: when it was done: a snapshot of that moment contains it.
         follow: does the same to the replica.
         replacement: another scheduler, if the script has replaced it.
     """
 
-    sequence: int
+    moment: Moment
     follow: Callable[[StageRuntime], None]
     replacement: Replacement | None = None
 
@@ -114,9 +114,9 @@ class Construction:
         found = self.arrived()
         return found is not None and found.begins
 
-    def forget(self, sequence: int) -> None:
-        """Drop what is kept and a snapshot of ``sequence`` contains."""
-        while self.kept and self.kept[0].sequence <= sequence:
+    def forget(self, moment: Moment) -> None:
+        """Drop what is kept and a snapshot of ``moment`` contains."""
+        while self.kept and self.kept[0].moment <= moment:
             self.kept.popleft()
 
     def position(self, moment: Moment) -> SchedulerPosition | None:
