@@ -201,6 +201,34 @@ def test_an_epoch_is_entered_without_waiting_for_anybody(begin: Begin) -> None:
         assert worker.end() == (0, "epoch 4\n"), worker.errors()
 
 
+def test_a_plan_that_interrupts_iterations_alone(begin: Begin) -> None:
+    """It finds the worker between two of them, or in one."""
+    worker = begin("""
+        import threading
+
+        abort, learnt = job.session.abort, threading.Event()
+        job.session.abort = lambda *arguments, **more: (abort(*arguments, **more), learnt.set())
+        channel.wait_plan(2, 60)
+        print("between", learnt.is_set())
+        with job.iterating():
+            print("begun", job.session.aborted)
+        job.enter(job.next_plan(1))
+        learnt.clear()
+        with job.iterating():
+            print("again", job.session.aborted, flush=True)
+            assert learnt.wait(60)
+            print("within", job.session.aborted)
+    """)
+    worker.push(ALONE)
+    worker.wait_started()
+    for epoch in (2, 3):
+        worker.push(replace(ALONE, epoch=epoch, immediate="iteration"))
+    found = [worker.line() for _ in range(3)]
+    assert found == ["between False\n", "begun plan of epoch 3 arrived\n", "again None\n"]
+    worker.push(replace(ALONE, epoch=4, immediate="iteration"))
+    assert worker.end() == (0, "within plan of epoch 4 arrived\n"), worker.errors()
+
+
 def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
     """A member without any epoch does not call those who have left the old one."""
     worker = begin(
