@@ -6,6 +6,7 @@ import logging
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from ...comm.bulk.copying import Fetch
@@ -226,18 +227,20 @@ class Copies(InContext):
             local = self.binding.local.role
             return [each for each in self.constructions.values() if each.incoming is None and each.role != local]
 
-        def arrived() -> list[Construction]:
-            return [each for each in able() if each.serves]
-
+        transport = self.epoch.transport
         while True:
-            while found := arrived():
-                self.binding.refresh()
-                self._advance(found[0])
-            if lane is None or not any(not each.fetch.complete for each in able()):
+            for construction in able():
+                if construction.serves:
+                    self.binding.refresh()
+                    self._advance(construction)
+            if lane is None or transport.ready(lane):
                 return
-            self.epoch.transport.await_either(lane, lambda: bool(arrived()))
-            if self.epoch.transport.ready(lane):
+            if any(each.serves for each in able()):
+                continue  # it has yet to catch up
+            coming = [each.fetch for each in able() if not each.fetch.complete]
+            if not coming:
                 return
+            transport.await_either(lane, partial(_one_is_there, coming))
 
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
@@ -304,6 +307,10 @@ class Copies(InContext):
         for construction in list(self.constructions.values()):
             self._give_up(construction)
         self.snapshots.close()
+
+
+def _one_is_there(fetches: Iterable[Fetch]) -> bool:
+    return any(each.complete for each in fetches)
 
 
 def _name(role: Role, layout: Layout) -> str:
