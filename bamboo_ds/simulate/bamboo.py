@@ -14,7 +14,7 @@ from ..control.leader.view import View
 from ..control.registry.records import LayoutRecord, MemberRecord, ProgressRecord, RestartRecord, WorkerState
 from ..observe import events as ev
 from ..state.intervals import LossRate, interval_s
-from ..topology import Candidate, Plan, initial_plan, with_redundancy
+from ..topology import LONG_S, Candidate, Plan, initial_plan, with_redundancy
 from ..topology.planner import plan as best_plan
 from .market import Market
 from .pace import Pace, Stretch
@@ -64,7 +64,8 @@ class BambooJob(SimulatedTraining):
     A change of plan takes as long as it does in a real job. The leader decides as soon as all members have entered the
     plan before, or there is news, and they enter what it has written at the next boundary, or at once where the plan
     says so. Owners offer their states when they enter a plan that has them copied, also in the middle of an iteration.
-    A copy is complete when it has arrived (where optimizers are sharded, with the end of the iteration)::
+    A copy is complete with the end of the iteration in which it arrives, where members wait for what the leader makes
+    of it (a very short one at once at a boundary); in a long iteration, unless optimizers are sharded, at once::
 
         boundary   0                                                            1
         members    enter plan, offer states        complete copies              enter the next plan
@@ -430,7 +431,7 @@ class BambooJob(SimulatedTraining):
         copies.arrived = True
         if copies not in self._copying:
             return
-        if self._pace.layout.sharded:  # complete with the iteration
+        if self._ordinary_s < LONG_S or self._pace.layout.sharded:  # complete with the iteration
             self.tell()
             return
         self._complete()

@@ -16,6 +16,9 @@ SCHEMA = 4
 #: Generation of a job whose workers have not been started yet.
 UNSTARTED = -1
 
+#: The end of an iteration that takes so many seconds is not waited for where copies, or another plan, serve before it.
+LONG_S = 30.0
+
 #: Which part of a stage: its first blocks or its last ones.
 Side = Literal["front", "rear"]
 

@@ -184,7 +184,7 @@ class Member(Parts):
         random = Random(world.random.random())
         needs = Needs(partial(world.note_needs, name), dataset is None)
         supply = BatchSupply(context, dataset, None, needs)
-        times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random)
+        times: BlockTimes = DrawnBlockTimes(layout, spec.iterations, random, world.long)
         if spec.straggler is not None:
             times = StragglersBlockTimes(layout, range(3, spec.iterations - 8) if name == spec.straggler else range(0))
         measures = Measures(DrawnIdleTimes(random), times, PassBytes(context, on=False))
@@ -419,6 +419,7 @@ class World:
         replaced: the plan that the last one of them has replaced.
         leaving: a member that has been told to leave.
         awaited: whether members that waited for the plan that copies had been made for have got it.
+        long: iterations are.
         most: the largest number of roles whose state a member has had, copies that it was making included.
     """
 
@@ -442,6 +443,7 @@ class World:
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
+        self.long = Random(self.seed + 1).random() < 0.7
         blocks = (self.spec.blocks,) * self.spec.stages if self.spec.blocks > 1 else ()
         self.layout = Layout(self.spec.pipelines, self.spec.stages, self.spec.sharded, blocks=blocks)
         self.turns = Turns(self.random)
@@ -670,10 +672,11 @@ class World:
         self._planned = None
 
     def _heal(self) -> None:
-        """The leader changes the plan, at a boundary or, as where iterations are long, at once."""
+        """The leader changes the plan, at a boundary or, where iterations are long, at once."""
         assert self._change is not None
         stay = set(self.plan.members) <= set(self._change.members)
-        change = replace(self._change, immediate="iteration" if stay and self.random.random() < 0.5 else False)
+        interrupts = self.long and stay and self.random.random() < 0.5
+        change = replace(self._change, immediate="iteration" if interrupts else False)
         self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 

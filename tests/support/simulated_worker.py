@@ -24,7 +24,7 @@ from bamboo_ds.engine.script.flags import FLAGS
 from bamboo_ds.engine.stage.runtime import RuntimeBinding
 from bamboo_ds.errors import EpochChanged, FatalLoss, Left, TransferError
 from bamboo_ds.state import join
-from bamboo_ds.topology import BlockSeconds, Layout, Plan, Role
+from bamboo_ds.topology import LONG_S, BlockSeconds, Layout, Plan, Role
 
 from .simulated_network import Attachment
 
@@ -248,11 +248,19 @@ class DrawnIdleTimes(IdleTimes):
 
 
 class DrawnBlockTimes(BlockTimes):
-    """Times that are drawn now and then, so that the leader divides stages anew; never in the last iterations."""
+    """Times that are drawn now and then, so that the leader divides stages anew; never in the last iterations.
 
-    def __init__(self, layout: Layout, iterations: int, random: Random) -> None:
+    Args:
+        long: iterations take so long that nobody waits for their ends.
+    """
+
+    def __init__(self, layout: Layout, iterations: int, random: Random, long: bool) -> None:
         super().__init__(False)
-        self._layout, self._left, self._random = layout, iterations - 4, random
+        self._layout, self._left, self._random, self._long = layout, iterations - 4, random, long
+
+    @property
+    def iteration_s(self) -> float:
+        return LONG_S if self._long else 0.0
 
     def end_iteration(self, seconds: float) -> bool:
         self._left -= 1

@@ -15,6 +15,7 @@ from typing import Any
 
 from ...config import BambooConfig
 from ...topology import (
+    LONG_S,
     Candidate,
     Costs,
     Layout,
@@ -37,11 +38,8 @@ from .actions import WritePlan
 from .departures import every_rank, feeding, going, handover, needed, waits
 from .view import View
 
-#: Iterations of so many seconds are interrupted for a plan that serves better: that costs a second or so, and the
-#: passes that members are in.
-_LONG_S = 30.0
-#: Where roles move as well: after which share of an iteration their owners send sums, at most, and what the slowest
-#: member has to do then, of what it had before.
+#: Where roles move in the middle of an iteration: after which share of it their owners send sums, at most, and what the
+#: slowest member has to do then, of what it had before.
 _OFTEN, _SHORTER = 0.2, 0.8
 
 
@@ -126,11 +124,12 @@ def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
 def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
     """``change`` as members enter it: at the next boundary, or in the middle of a long iteration.
 
-    It does not wait where nobody leaves, and roles move only if that makes the iteration shorter. Who gets one goes on
-    from sums, which are those of whole stages. Stages that are divided anew are so with the next iteration in any case.
+    That costs a second or so, and the passes that members are in. It is done where nobody leaves, and roles move only
+    if that makes the iteration shorter. Who gets one goes on from sums, which are those of whole stages. Stages that
+    are divided anew are so with the next iteration in any case.
     """
     states = [view.workers[member] for member in plan.members]
-    if max(state.iteration_s for state in states) < _LONG_S or not set(plan.members) <= set(change.members):
+    if max(state.iteration_s for state in states) < LONG_S or not set(plan.members) <= set(change.members):
         return change
     if _duties(replace(change, lent=plan.lent)) == _duties(plan) and change.learners == plan.learners:
         return change

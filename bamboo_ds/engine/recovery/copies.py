@@ -14,7 +14,7 @@ from ...control.registry.records import WorkerState
 from ...errors import TransferError
 from ...schedule import Decision
 from ...state import Tree
-from ...topology import Layout, Plan, Role
+from ...topology import LONG_S, Layout, Plan, Role
 from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
@@ -212,14 +212,15 @@ class Copies(InContext):
                 construction.fetch = self._fetch(*construction.source)
 
     def complete_arrived(self, awaited: Role | None) -> None:
-        """In the middle of an iteration: complete the copies that are there, so that others can rely on them.
+        """In the middle of a long iteration: complete the copies that are there, so that others can rely on them.
 
         Not that of the role whose stage the script looks at, nor where members exchange shards after a step.
 
         Args:
             awaited: the reduced gradients of this role are received next; until they come there is time for copies.
         """
-        if not self.constructions or self.epoch.layout.sharded:
+        long = self.iteration.measures.times.iteration_s >= LONG_S
+        if not self.constructions or not long or self.epoch.layout.sharded:
             return
         lane = None if awaited is None else self.epoch.lanes.replica(awaited, self.epoch.member)
 
