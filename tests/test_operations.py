@@ -218,6 +218,7 @@ def report(**changes: Any) -> MemberReport:
         "joining": False,
         "history": 3,
         "steps": 3,
+        "iteration_s": 1.5,
         "ahead": 0,
         "consumed": 12,
         "seed": 2**64 - 1,

@@ -51,6 +51,8 @@ class Copies(InContext):
     snapshots: Snapshots
     #: The operation after which snapshots may be offered.
     _first: int = field(default=0, init=False)
+    #: Whether iterations are long; a member that has just come knows it of the others.
+    _long: bool = field(default=False, init=False)
 
     @property
     def constructions(self) -> dict[Role, Construction]:
@@ -133,6 +135,7 @@ class Copies(InContext):
                 the boundary before, or in the same iteration, which they will finish together with those that join.
         """
         step = self._first = decision.step
+        self._long = max(report.iteration_s for report in reports.values()) >= LONG_S
         wanted: dict[str, Role] = {}
         sources: dict[Role, tuple[str, str]] = {}
         for rank, builder in plan.learners:
@@ -219,8 +222,7 @@ class Copies(InContext):
         Args:
             awaited: the reduced gradients of this role are received next; until they come there is time for copies.
         """
-        long = self.iteration.measures.times.iteration_s >= LONG_S
-        if not self.constructions or not long or self.epoch.layout.sharded:
+        if not self.constructions or not self._long or self.epoch.layout.sharded:
             return
         lane = None if awaited is None else self.epoch.lanes.replica(awaited, self.epoch.member)
 

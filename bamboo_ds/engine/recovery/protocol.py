@@ -198,6 +198,7 @@ class RecoveryProtocol(InContext):
             joining=self.progress.joining,
             history=len(self.history),
             steps=self.progress.steps,
+            iteration_s=self.iteration.measures.times.iteration_s,
             ahead=self.epoch.channel.ahead,
             consumed=self.progress.consumed,
             seed=self.progress.seed,

@@ -133,6 +133,7 @@ class MemberReport(JobFacts):
         joining: it has just come, and takes over from the others where the job stands.
         history: operations of the script that it knows the results of.
         steps: iterations committed.
+        iteration_s: seconds that they take; 0: it has seen none.
         ahead: by how much the script's count of steps is ahead of the job's.
         consumed: micro-batches of each pipeline that committed iterations have used.
         script: the script's own collectives.
@@ -156,6 +157,7 @@ class MemberReport(JobFacts):
     joining: bool
     history: int
     steps: int
+    iteration_s: float
     ahead: int
     consumed: int
     script: ScriptReport
