@@ -258,10 +258,9 @@ def test_long_iterations_are_not_waited_for() -> None:
     lost = takeover(SECOND, ["b"])  # a has two stages
     heir = lost.owners[1]
 
-    def view(plan: Plan, iteration_s: float, sums_share: float = 0.1, ready: tuple[int, ...] = ()) -> View:
+    def view(plan: Plan, iteration_s: float, sums_share: float = 0.1) -> View:
         told = {"epoch": plan.epoch, "iteration_s": iteration_s, "sums_share": sums_share}
         held = {n: tuple(r for r, shadow in enumerate(plan.shadows) if shadow == n) for n in plan.members}
-        held |= {"e": ready} if "e" in plan.members else {}
         workers = {n: WorkerState(id=n, replicas=ranks, **told) for n, ranks in held.items()}
         return View(4, plan, members("a", "c", "d") | names, reports=reports, workers=workers)
 

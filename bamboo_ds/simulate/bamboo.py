@@ -306,8 +306,8 @@ class BambooJob(SimulatedTraining):
             self._step_began = self.env.now
         left, ordinary = self._stretch, self.iteration_s
         self.more_s = 0.0
-        begun_s = self.env.now
-        struck: float | None = begun_s
+        since = self.env.now
+        struck: float | None = since
         while True:
             action: Action | None = self._written
             if action is None or not self._written_at_once or self._absent():
@@ -323,7 +323,7 @@ class BambooJob(SimulatedTraining):
                 self._write(plan, action.reason, lost)
             if (yield from self._entered_all(left)):
                 break
-        self._paused_s += self.env.now - begun_s
+        self._paused_s += self.env.now - since
         yield from self._finish(left.seconds, ordinary)
 
     def _answer(self) -> Run:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
@@ -219,7 +219,7 @@ class Job:
             if newest.epoch > told:
                 told = newest.epoch
                 self.channel.suspect(told, {self.channel.member: str(error)})
-            with contextlib.suppress(TimeoutError):
+            with suppress(TimeoutError):
                 self.channel.wait_plan(told, _LOOK_S)
         self.channel.suspect(told, {})
         logger.warning("the communicators are aborted after all: this worker goes on")
@@ -298,7 +298,7 @@ class Job:
         longest = max(self.settings.membership.rejoin_s, self.settings.recovery.plan_timeout_s)
         return min(longest, self.session.timeout.total_seconds() / 2)
 
-    @contextlib.contextmanager
+    @contextmanager
     def iterating(self) -> Iterator[None]:
         """The body is an iteration, which some plans interrupt that interrupt nothing else."""
         self._iterating = True

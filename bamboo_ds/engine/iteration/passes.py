@@ -13,7 +13,7 @@ import torch
 
 from ...comm.transport import Payload
 from ...errors import ProtocolError
-from ...topology import Role
+from ...topology import LONG_S, Role
 from ..context.shared import InContext
 from ..data.batches import PARTS, as_payload
 from ..data.supply import BatchSupply
@@ -166,12 +166,12 @@ class Passes(InContext):
         """The first pass of an iteration begins: keep what later passes change of what the layers keep.
 
         Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on. So
-        may those of others, where the stage is copied in the iteration: if they keep little.
+        may those of others, where the stage is copied in the middle of a long iteration: if they keep little.
         """
-        if runtime.share.first_layers is not None:
-            return
         again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
-        if again or runtime.role in self.progress.taken_over or (self.mode.replicas and runtime.layers.keep_little()):
+        again = again or runtime.role in self.progress.taken_over
+        copied = self.mode.replicas and self.measures.times.iteration_s >= LONG_S
+        if runtime.share.first_layers is None and (again or (copied and runtime.layers.keep_little())):
             runtime.share.first_layers = runtime.layers.undo()
 
 

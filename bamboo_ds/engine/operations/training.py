@@ -170,7 +170,7 @@ class Training(InContext):
     def _execute(self, program: Program, until_commit: bool) -> None:
         for instruction in program:
             commits = type(instruction) is Commit
-            if until_commit:
+            if until_commit and not commits:
                 self.copies.complete_arrived(instruction.role if isinstance(instruction, RecvReplica) else None)
             if commits and self.iteration.checks.on:
                 with self.recording.span(Kind.REHEARSE):

@@ -109,10 +109,8 @@ class Construction:
     @property
     def serves(self) -> bool:
         """Whether what has arrived serves in the middle of an iteration."""
-        if self.runtime is not None or not self.fetch.complete:
-            return self.runtime is not None
-        found = self.arrived()
-        return found is not None and found.begins
+        found = self.arrived() if self.fetch.complete else None
+        return self.runtime is not None or (found is not None and found.begins)
 
     def forget(self, moment: Moment) -> None:
         """Drop what is kept and a snapshot of ``moment`` contains."""
