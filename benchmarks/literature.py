@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -30,11 +29,14 @@ from bamboo_ds.simulate.terms import Terms
 SHARED = HERE.parent.parent / "shared"
 #: Arrangements that are tried first.
 TRIED = 4
+MODES = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
 POLICIES = ("bamboo", "checkpoint-restart", LIMIT)
 _GIB = 2**30
 A40 = Device(149.7e12, 0.3, 696e9, 48 * _GIB, "NVIDIA A40 48 GB, speed ASSUMED: that of the published throughput")
 #: 200 Gbit/s between the nodes of Oobleck's testbed.
 TERMS = Terms(network_gb_s=25.0)
+#: Pipelines and stages, and the redundancy mode.
+Job = tuple[tuple[int, int], RedundancyMode]
 _GPT3 = "GPT-3: Brown et al., NeurIPS 2020, table 2.1"
 
 
@@ -94,20 +96,18 @@ def settings_of(profile: Profile, mode: RedundancyMode = RedundancyMode.EAGER_FO
     return BambooConfig().overridden({"topology.memory_limit_mb": limit, "redundancy.mode": mode})
 
 
-def best_job(
-    market: Market, profile: Profile, terms: Terms, tried: int, modes: Sequence[RedundancyMode]
-) -> tuple[tuple[int, int], RedundancyMode]:
-    """The arrangement and the mode that train most on ``market``, of the fastest few without losses, by simulation."""
+def best_job(market: Market, profile: Profile, terms: Terms, tried: int) -> Job:
+    """The job that trains most on ``market``, of the fastest few without losses in either mode, by simulation."""
     counts = [count for *_, count in market.counts(terms.start_s)]
     able = sizes(profile, terms, round(market.node_seconds / market.seconds), min(counts))[:tried]
 
-    def samples(job: tuple[tuple[int, int], RedundancyMode]) -> float:
+    def samples(job: Job) -> float:
         (pipelines, stages), mode = job
         config = settings_of(profile, mode)
         whole = Simulation(lambda _: market, profile, terms, config, pipelines=pipelines, stages=stages)
         return whole.alone("bamboo").samples_per_s
 
-    return max(((size, mode) for size in able for mode in modes), key=samples)
+    return max(((size, mode) for size in able for mode in MODES), key=samples)
 
 
 def calibrated(model: Model, speed: float, nodes: int) -> Profile:
@@ -131,6 +131,17 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
     return total / market.seconds
 
 
+def undisturbed(market: Market, profile: Profile, terms: Terms, job: Job) -> float:
+    """Samples per second of a job that divides its work evenly among the live nodes of every moment, at no cost."""
+    (pipelines, stages), mode = job
+    pace, config = Pace(profile, terms, pipelines, stages, mode), settings_of(profile, mode)
+    found = {0: 0.0}
+    for *_, count in market.counts(terms.start_s):
+        if count not in found:
+            found[count] = profile.global_batch / Stretch(pace, planned(pace, count, config)).seconds
+    return sum((end - begin) * found[count] for begin, end, count in market.counts(terms.start_s)) / market.seconds
+
+
 def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
     """Memory with which replicas fit on ``count`` members."""
     pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode)
@@ -142,7 +153,6 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
     market, rows = parse(trace.read_text(), str(trace), 0), []
     counts = [count for *_, count in market.counts(TERMS.start_s)]
     mean, least = round(market.node_seconds / market.seconds), min(counts)
-    modes = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
     for model in MODELS:
         if chosen and model.name not in chosen:
             continue
@@ -151,7 +161,8 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
         published = reference["results_scaled_p3"][model.result]
         row: dict[str, Any] = {"model": model.name, "published": published}
         row["limit_replayed"] = replayed(market, table, TERMS.start_s)
-        size, mode = best_job(market, profile, TERMS, TRIED, modes)
+        size, mode = best_job(market, profile, TERMS, TRIED)
+        row["undisturbed"] = undisturbed(market, profile, TERMS, (size, mode))
         config = settings_of(profile, mode)
         simulation = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
         report, _ = simulation.run(POLICIES)
@@ -197,15 +208,17 @@ def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
 def main(trace: Path, reference: Path, parcae: tuple[Path, ...], models: tuple[str, ...], out: Path) -> None:
     """SIMULATE this package on published traces, beside published simulations."""
     rows = against_oobleck(trace, json.loads(reference.read_text()), models)
-    table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "here", "of the limit", "size", "GiB",
-                  title="samples/s; *: published; all SIMULATED; GiB: needed with mean and least nodes")  # fmt: skip
+    table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "here", "of the limit", "of its own", "size",
+                  "GiB", title="samples/s; *: published; all SIMULATED; its own: what this job would train if losses "
+                                "cost nothing; GiB: needed with mean and least nodes")  # fmt: skip
     for row in rows:
         told, own = row["published"], row["policies"]["bamboo"]
         limit = row["policies"][LIMIT]["samples_per_s"]
         cells = [f"{told['limit']} ({limit:.1f} here)", told["bamboo"], told["varuna"], told["oobleck"]]
         share = "does not fit" if not own["limit_share"] else f"{own['limit_share']:.3f}"
+        alone = f"{own['samples_per_s'] / row['undisturbed']:.3f}"
         memory = ", ".join(f"{each:.0f}" for each in row["needed_gib"])
-        cells += [f"{own['samples_per_s']:.1f}", share, str(row["size"]), memory]
+        cells += [f"{own['samples_per_s']:.1f}", share, alone, str(row["size"]), memory]
         table.add_row(row["model"], *map(str, cells))
     console.print(table)
     windows = list(parcae) or ([] if models else sorted(trace.parent.glob("parcae-*.csv")))

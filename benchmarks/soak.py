@@ -39,7 +39,7 @@ from bamboo_ds.chaos.faults import FaultKind
 from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.launchers import jobs
 
-STAGES, PIPELINES, STANDBYS, MICRO_BATCHES = 4, 2, 2, 4
+STAGES, PIPELINES, STANDBYS = 4, 2, 2
 MEMBERS = STAGES * PIPELINES + STANDBYS
 #: Largest relative difference of parameters, and largest growth of memory, threads and descriptors per process.
 TOLERANCE, GROWTH = 1e-6, 0.05
@@ -158,7 +158,7 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[k] - other[k]).abs().max() / other[k].abs().max()) for k in one)
 
 
-def ledger_problems(folder: Path, steps: int, batch: int) -> list[str]:
+def ledger_problems(folder: Path, steps: int, batch: int, micro_batches: int) -> list[str]:
     """Every worker's iterator must have handed out its pipeline's samples in order, each once."""
     problems = []
     for file in sorted(folder.glob("ledger-*.txt")):
@@ -170,8 +170,8 @@ def ledger_problems(folder: Path, steps: int, batch: int) -> list[str]:
         if rows != expected:
             wrong = next(i for i, pair in enumerate(zip(rows, expected, strict=True)) if pair[0] != pair[1])
             problems.append(f"{file.name}: entry {wrong} is {rows[wrong]}, not {expected[wrong]}")
-        if len(rows) > steps * MICRO_BATCHES:
-            problems.append(f"{file.name}: {len(rows)} micro-batches were drawn, {steps * MICRO_BATCHES} are needed")
+        if len(rows) > steps * micro_batches:
+            problems.append(f"{file.name}: {len(rows)} micro-batches were drawn, {steps * micro_batches} are needed")
     return problems
 
 
@@ -190,9 +190,9 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
     return problems
 
 
-def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, faults: int, rate: float, seed: int,
-              more: list[str], address: str | None,
-              sync_every: int | None, device: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+def disturbed(folder: Path, steps: int, hold_s: float, batch: int, micro_batches: int, blocks: int, faults: int,
+              rate: float, seed: int, more: list[str], address: str | None,
+              sync_every: int | None, device: bool, long: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
@@ -205,7 +205,7 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
     block["redundancy"] = redundancy
     if address is not None:
         block["observe"] = {"http": address}
-    config = write_config(folder, MICRO_BATCHES, block, train_micro_batch_size_per_gpu=batch)
+    config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=batch)
     until, name = folder / "done", f"soak-{os.getpid()}"
     script = [
         "--deepspeed_config",
@@ -218,7 +218,7 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, blocks: int, 
         str(steps),
     ]
     script += ["--forward-s", str(hold_s), "--until", str(until), "--out", str(folder)]
-    script += ["--device"] if device else []
+    script += ["--device"] * device + ["--long"] * long
     arguments = [str(WORKERS / "soak.py"), *script]
     options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(MEMBERS)]
     options += ["--slots-per-host", "2", "--min-members", "3", "--timeout-s", "90", "--ready-s", str(PATIENCE_S)]
@@ -282,14 +282,17 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
     show_default=True,
     help="Layers of a stage, which may be divided at each of them.",
 )
+@click.option("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="Of a pipeline.")
 @click.option("--sync-every", type=click.IntRange(min=0), help="redundancy.sync_every.  [default: as it is]")
 @click.option("--device", is_flag=True, help="On the device of the tests, which is EMULATED, with parked replicas.")
+@click.option("--long", is_flag=True, help="Workers tell that iterations take minutes, so that plans interrupt them.")
 @click.option("--scrape", is_flag=True, help="Scrape the job's metrics meanwhile, and compare them with its events.")
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, sync_every: int | None,
-         device: bool, scrape: bool, quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, micro_batches: int,
+         sync_every: int | None, device: bool, long: bool, scrape: bool, quick: bool, more: tuple[str, ...],
+         out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults, batch = out.resolve(), 20 if quick else faults, 2
     steps = steps or 100 + 20 * faults
@@ -297,14 +300,19 @@ def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, 
     begin = time.monotonic()
     address = free_address() if scrape else None
     measured, problems = disturbed(
-        folder, steps, hold_s, batch, blocks, faults, rate, seed, list(more), address, sync_every, device
-    )
+        folder, steps, hold_s, batch, micro_batches, blocks, faults, rate, seed, list(more), address, sync_every,
+        device, long,
+    )  # fmt: skip
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
-        problems += compare(out, folder, steps, batch, blocks, measured)
+        problems += compare(out, folder, steps, batch, micro_batches, blocks, measured)
     plans = Job(folder).events("plan")
     divided = sum(bool(plan["lent"]) for plan in plans)
-    measured["plans"] = {"all": len(plans), "divided": divided}
+    recovered = {event["epoch"] for event in Job(folder).events("recovered")}
+    interrupting = sum(plan["epoch"] in recovered and not plan["lost"] for plan in plans)
+    measured["plans"] = {"all": len(plans), "divided": divided, "interrupting": interrupting}
+    if long and not interrupting:
+        problems.append("no plan has interrupted an iteration without a loss")
     if blocks > 1 and not divided:
         problems.append("no plan has divided a stage")
     pauses = [effect for effect in measured["chaos"]["effects"] if effect["lost"] and effect["pause_s"] is None]
@@ -313,11 +321,12 @@ def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, 
     report(out, folder, {"faults": faults, "seed": seed, "seconds": time.monotonic() - begin, **measured}, problems)
 
 
-def compare(out: Path, folder: Path, steps: int, batch: int, blocks: int, measured: dict[str, Any]) -> list[str]:
+def compare(out: Path, folder: Path, steps: int, batch: int, micro_batches: int, blocks: int,
+            measured: dict[str, Any]) -> list[str]:  # fmt: skip
     """What differs from the undisturbed run."""
     problems = []
     calm = fresh(out / "jobs" / "soak-undisturbed")
-    config = write_config(calm, MICRO_BATCHES, None, train_micro_batch_size_per_gpu=batch)
+    config = write_config(calm, micro_batches, None, train_micro_batch_size_per_gpu=batch)
     script = [
         "--deepspeed_config",
         str(config),
@@ -342,7 +351,7 @@ def compare(out: Path, folder: Path, steps: int, batch: int, blocks: int, measur
         measured["largest_difference_of_parameters"] = largest_difference(parameters(folder), parameters(calm))
         if measured["largest_difference_of_parameters"] > TOLERANCE:
             problems.append(f"parameters differ by up to {measured['largest_difference_of_parameters']}")
-    return problems + ledger_problems(folder, steps, batch)
+    return problems + ledger_problems(folder, steps, batch, micro_batches)
 
 
 def report(out: Path, folder: Path, content: dict[str, Any], problems: list[str]) -> None:

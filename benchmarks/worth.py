@@ -2,8 +2,9 @@
 in an hour and the seconds that a restart takes, for four models.
 
 SIMULATED; the device's speed, prices and the time until a node is replaced are ASSUMED. Every policy has its best
-arrangement: this package the best of the fastest few under the most losses, checkpoint-restart the fastest one that its
-nodes allow after each restart, and asynchronous checkpoints at the interval of Young and Daly. See ``--help``.
+arrangement: this package the best of the fastest few and of two modes under the most losses, checkpoint-restart the
+fastest one that its nodes allow after each restart, and asynchronous checkpoints at the interval of Young and Daly. See
+``--help``.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import Any
 
 import click
 from common import HERE, console, new_figure, save_figure, save_json
-from literature import A40, MODELS, TERMS, Model, best_job, profile_of, settings_of
+from literature import A40, MODELS, TERMS, Job, Model, best_job, profile_of, settings_of
 from rich.table import Table
 
 from bamboo_ds.config import RedundancyMode
@@ -43,6 +44,7 @@ class Cell:
     Attributes:
         losses: at once or one by one, of the whole cluster in an hour.
         size: pipelines and stages.
+        mode: this package's redundancy mode.
         speed, restarting, on_demand: samples per second of this package, of checkpoint-restart, and of the fastest job
             on demand.
         cost, restarting_cost, on_demand_cost: $ per million samples.
@@ -54,6 +56,7 @@ class Cell:
     restart_s: float
     losses: float
     size: tuple[int, int]
+    mode: RedundancyMode
     speed: float
     restarting: float
     on_demand: float
@@ -78,18 +81,12 @@ def terms_of(restart_s: float) -> Terms:
     return TERMS.model_copy(update={"restart_s": restart_s, "start_s": restart_s})
 
 
-def simulation(model: Model, market: Market, restart_s: float, size: tuple[int, int]) -> Simulation:
-    """A job of ``size`` on ``market``."""
-    profile = profile_of(model, DEVICE)
-    config = settings_of(profile)
-    return Simulation(lambda _: market, profile, terms_of(restart_s), config, pipelines=size[0], stages=size[1])
-
-
-def cell(
-    model: Model, market: Market, rate: float, restart_s: float, size: tuple[int, int], nodes: int
-) -> dict[str, Any]:
+def cell(model: Model, market: Market, rate: float, restart_s: float, job: Job, nodes: int) -> dict[str, Any]:
     """Simulate one; for a process of its own."""
-    whole = simulation(model, market, restart_s, size)
+    (pipelines, stages), mode = job
+    profile = profile_of(model, DEVICE)
+    config = settings_of(profile, mode)
+    whole = Simulation(lambda _: market, profile, terms_of(restart_s), config, pipelines=pipelines, stages=stages)
     own, other, steady = whole.alone("bamboo"), whole.alone("checkpoint-restart"), whole.on_demand(nodes)
     return asdict(
         Cell(
@@ -97,7 +94,8 @@ def cell(
             rate,
             restart_s,
             market.losses / market.seconds * 3600,
-            size,
+            (pipelines, stages),
+            mode,
             own.samples_per_s,
             other.samples_per_s,
             steady.samples_per_s,
@@ -109,10 +107,9 @@ def cell(
     )
 
 
-def best_of(model: Model, market: Market, tried: int) -> tuple[int, int]:
-    """The arrangement that trains most on ``market``, of the fastest few without losses; for a process of its own."""
-    profile, modes = profile_of(model, DEVICE), (RedundancyMode.EAGER_FORWARD,)
-    return best_job(market, profile, terms_of(RESTARTS[1]), tried, modes)[0]
+def best_of(model: Model, market: Market, tried: int) -> Job:
+    """What trains most on ``market``, of the fastest few without losses; for a process of its own."""
+    return best_job(market, profile_of(model, DEVICE), terms_of(RESTARTS[1]), tried)
 
 
 def market_of(rate: float, nodes: int, hours: float) -> Market:
@@ -189,8 +186,8 @@ def main(nodes: int, hours: float, rates: tuple[float, ...], restarts: tuple[flo
     with ProcessPoolExecutor(processes) as pool:
         worst = markets[max(rates)]
         best = dict(zip(chosen, pool.map(best_of, chosen, [worst] * len(chosen), [tried] * len(chosen)), strict=True))
-        for model, size in best.items():
-            console.print(f"{model.name}: {size[0]} pipelines of {size[1]} stages")
+        for model, ((pipelines, stages), mode) in best.items():
+            console.print(f"{model.name}: {pipelines} pipelines of {stages} stages, {mode.value}")
         waiting = [
             pool.submit(cell, model, markets[rate], rate, restart_s, best[model], nodes)
             for model in chosen for rate in rates for restart_s in restarts

@@ -100,16 +100,21 @@ def main() -> None:
     parser.add_argument("--steps", type=int, required=True)
     parser.add_argument("--forward-s", type=float, required=True)
     parser.add_argument("--device", action="store_true", help="the device of the tests")
+    parser.add_argument("--long", action="store_true", help="tell that iterations take minutes")
     parser.add_argument("--until", required=True)
     parser.add_argument("--training-data", action="store_true", help="A dataset in place of the script's iterators.")
     parser.add_argument("--out", type=Path, required=True)
     arguments = deepspeed.add_config_arguments(parser).parse_args()
     torch.set_num_threads(1)
+    sys.path.insert(0, str(Path(__file__).parents[2]))
     if arguments.device:
-        sys.path.insert(0, str(Path(__file__).parents[2]))
         from tests.support import far_device
 
         far_device.install(seed=1)
+    if arguments.long:
+        from tests.support.train_long import tell_long_iterations
+
+        tell_long_iterations()
     deepspeed.init_distributed()
     torch.manual_seed(0)
     layer = LayerSpec(EmulatedLayer, arguments.forward_s / arguments.layers, arguments.until)

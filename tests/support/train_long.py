@@ -16,9 +16,14 @@ from bamboo_ds.engine.iteration.block_times import BlockTimes
 _TOLD_S = 240.0
 
 
-def main() -> None:
+def tell_long_iterations() -> None:
+    """This worker tells from its second iteration on that they take minutes: plans interrupt them."""
     told = property(lambda self: _TOLD_S if self._iterations else 0.0)
     BlockTimes.iteration_s = told  # type: ignore[method-assign, assignment]
+
+
+def main() -> None:
+    tell_long_iterations()
     runpy.run_path(str(Path(__file__).with_name("train.py")), run_name="__main__")
 
 
