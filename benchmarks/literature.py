@@ -131,15 +131,13 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
     return total / market.seconds
 
 
-def undisturbed(market: Market, profile: Profile, terms: Terms, job: Job) -> float:
-    """Samples per second of a job that divides its work evenly among the live nodes of every moment, at no cost."""
-    (pipelines, stages), mode = job
-    pace, config = Pace(profile, terms, pipelines, stages, mode), settings_of(profile, mode)
-    found = {0: 0.0}
-    for *_, count in market.counts(terms.start_s):
-        if count not in found:
-            found[count] = profile.global_batch / Stretch(pace, planned(pace, count, config)).seconds
-    return sum((end - begin) * found[count] for begin, end, count in market.counts(terms.start_s)) / market.seconds
+def undisturbed(job: Simulation) -> float:
+    """Samples per second of ``job`` if it divided its work evenly among the live nodes of every moment, at no cost."""
+    market, pace = job.market(0), job.pace(job.config.redundancy.mode)
+    periods, speed = market.counts(job.terms.start_s), {0: 0.0}
+    for count in {count for *_, count in periods if count}:
+        speed[count] = job.profile.global_batch / Stretch(pace, planned(pace, count, job.config)).seconds
+    return sum((end - begin) * speed[count] for begin, end, count in periods) / market.seconds
 
 
 def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
@@ -162,10 +160,10 @@ def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, .
         row: dict[str, Any] = {"model": model.name, "published": published}
         row["limit_replayed"] = replayed(market, table, TERMS.start_s)
         size, mode = best_job(market, profile, TERMS, TRIED)
-        row["undisturbed"] = undisturbed(market, profile, TERMS, (size, mode))
         config = settings_of(profile, mode)
         simulation = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
         report, _ = simulation.run(POLICIES)
+        row["undisturbed"] = undisturbed(simulation)
         needed = [needed_gib(profile, size, count) for count in (mean, least)]
         row |= {"size": size, "mode": mode.value, "needed_gib": needed, **ours(report)}
         row["seconds"] = time.process_time() - begin

@@ -2,9 +2,9 @@
 in an hour and the seconds that a restart takes, for four models.
 
 SIMULATED; the device's speed, prices and the time until a node is replaced are ASSUMED. Every policy has its best
-arrangement: this package the best of the fastest few and of two modes under the most losses, checkpoint-restart the
-fastest one that its nodes allow after each restart, and asynchronous checkpoints at the interval of Young and Daly. See
-``--help``.
+arrangement: this package, for each rate of losses, the best of the fastest few and of two modes, checkpoint-restart
+the fastest one that its nodes allow after each restart, and asynchronous checkpoints at the interval of Young and Daly.
+See ``--help``.
 """
 
 from __future__ import annotations
@@ -184,23 +184,25 @@ def main(nodes: int, hours: float, rates: tuple[float, ...], restarts: tuple[flo
     rates, restarts = rates or RATES, restarts or RESTARTS
     markets = {rate: market_of(rate, nodes, hours) for rate in rates}
     with ProcessPoolExecutor(processes) as pool:
-        worst = markets[max(rates)]
-        best = dict(zip(chosen, pool.map(best_of, chosen, [worst] * len(chosen), [tried] * len(chosen)), strict=True))
-        for model, ((pipelines, stages), mode) in best.items():
-            console.print(f"{model.name}: {pipelines} pipelines of {stages} stages, {mode.value}")
+        jobs = [(model, rate) for model in chosen for rate in rates]
+        found = pool.map(best_of, *zip(*((model, markets[rate], tried) for model, rate in jobs), strict=True))
+        best = dict(zip(jobs, found, strict=True))
+        for (model, rate), ((pipelines, stages), mode) in best.items():
+            console.print(f"{model.name}, {rate:.0%}: {pipelines} pipelines of {stages} stages, {mode.value}")
         waiting = [
-            pool.submit(cell, model, markets[rate], rate, restart_s, best[model], nodes)
-            for model in chosen for rate in rates for restart_s in restarts
+            pool.submit(cell, model, markets[rate], rate, restart_s, job, nodes)
+            for (model, rate), job in best.items() for restart_s in restarts
         ]  # fmt: skip
         cells = [Cell(**each.result()) for each in waiting]
-    table = Table("model", "D x P", "lost in an hour", "restart [s]", "samples/s", "checkpoint-restart", "speed-up",
-                  "$ / million", "on demand / cost", "fatal",
+    table = Table("model", "D x P", "mode", "lost in an hour", "restart [s]", "samples/s", "checkpoint-restart",
+                  "speed-up", "$ / million", "on demand / cost", "fatal",
                   title=f"SIMULATED: {nodes} nodes, {hours:g} h")  # fmt: skip
     for each in cells:
         cost = "" if each.cost is None else f"{each.cost:.0f}"
-        table.add_row(each.model, f"{each.size[0]} x {each.size[1]}", f"{each.rate:.0%}, {each.losses:.1f} losses",
-                      f"{each.restart_s:.0f}", f"{each.speed:.1f}", f"{each.restarting:.1f}", f"{each.ratio:.2f}", cost,
-                      f"{each.saved:.2f}", f"{each.fatal:.0f}")  # fmt: skip
+        what = each.model, f"{each.size[0]} x {each.size[1]}", each.mode.partition("-")[0]
+        where = f"{each.rate:.0%}, {each.losses:.1f} losses", f"{each.restart_s:.0f}"
+        speeds = f"{each.speed:.1f}", f"{each.restarting:.1f}", f"{each.ratio:.2f}"
+        table.add_row(*what, *where, *speeds, cost, f"{each.saved:.2f}", f"{each.fatal:.0f}")
     console.print(table)
     marks = recorded()
     console.print(f"losses in an hour of recorded markets: {marks}; {time.monotonic() - begin:.0f} s")
