@@ -1,5 +1,5 @@
 """This package beside published simulations, on their traces: throughput by live nodes that Oobleck's authors measured
-(SOSP 2023), and what their simulators of Bamboo, Varuna and Oobleck make of a spot market; Parcae's windows.
+(SOSP 2023), and what their simulators of Bamboo, Varuna and Oobleck make of a spot market; the same models on others.
 
 The device's speed is chosen so that the fastest job of as many nodes as their largest is as fast as theirs; everything
 else is this package's planner, schedules, decisions and measured pauses. See ``--help``.
@@ -22,13 +22,11 @@ from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import Stock
 from bamboo_ds.simulate.market import Market, parse
 from bamboo_ds.simulate.pace import Pace, Stretch
-from bamboo_ds.simulate.profile import Device, Profile, Shape, presets, transformer
+from bamboo_ds.simulate.profile import Device, Profile, Shape, transformer
 from bamboo_ds.simulate.run import LIMIT, Report, Simulation
 from bamboo_ds.simulate.terms import Terms
 
 SHARED = HERE.parent.parent / "shared"
-#: Arrangements that are tried first.
-TRIED = 4
 MODES = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
 POLICIES = ("bamboo", "checkpoint-restart", LIMIT)
 _GIB = 2**30
@@ -82,11 +80,6 @@ def sizes(profile: Profile, terms: Terms, nodes: int, least: int) -> list[tuple[
             rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.need(plans[0])
             found.append((-sum(fit) if fit[0] else 0, rating, (pipelines, stages)))
     return [size for *_, size in sorted(found)]
-
-
-def best_size(profile: Profile, terms: Terms, nodes: int, least: int) -> tuple[int, int]:
-    """The first of :func:`sizes`."""
-    return sizes(profile, terms, nodes, least)[0]
 
 
 def settings_of(profile: Profile, mode: RedundancyMode = RedundancyMode.EAGER_FORWARD) -> BambooConfig:
@@ -146,26 +139,25 @@ def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
     return pace.need(planned(pace, count, BambooConfig())) / _GIB
 
 
-def against_oobleck(trace: Path, reference: dict[str, Any], chosen: tuple[str, ...]) -> list[dict[str, Any]]:
+def on_market(market: Market, profile: Profile, tried: int) -> dict[str, Any]:
+    """The best job of a model on a market, and the other policies."""
+    counts = [count for *_, count in market.counts(TERMS.start_s)]
+    size, mode = best_job(market, profile, TERMS, tried)
+    config = settings_of(profile, mode)
+    job = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
+    needed = [needed_gib(profile, size, count) for count in (round(market.node_seconds / market.seconds), min(counts))]
+    report, _ = job.run(POLICIES)
+    return {"size": size, "mode": mode.value, "needed_gib": needed, "undisturbed": undisturbed(job), **ours(report)}
+
+
+def against_oobleck(trace: Path, reference: dict[str, Any], chosen: list[Model], tried: int) -> list[dict[str, Any]]:
     """A row for each model."""
     market, rows = parse(trace.read_text(), str(trace), 0), []
-    counts = [count for *_, count in market.counts(TERMS.start_s)]
-    mean, least = round(market.node_seconds / market.seconds), min(counts)
-    for model in MODELS:
-        if chosen and model.name not in chosen:
-            continue
+    for model in chosen:
         begin, table = time.process_time(), reference["throughput"][model.name]
-        profile = calibrated(model, table["30"], 30)
-        published = reference["results_scaled_p3"][model.result]
-        row: dict[str, Any] = {"model": model.name, "published": published}
+        row: dict[str, Any] = {"model": model.name, "published": reference["results_scaled_p3"][model.result]}
         row["limit_replayed"] = replayed(market, table, TERMS.start_s)
-        size, mode = best_job(market, profile, TERMS, TRIED)
-        config = settings_of(profile, mode)
-        simulation = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
-        report, _ = simulation.run(POLICIES)
-        row["undisturbed"] = undisturbed(simulation)
-        needed = [needed_gib(profile, size, count) for count in (mean, least)]
-        row |= {"size": size, "mode": mode.value, "needed_gib": needed, **ours(report)}
+        row |= on_market(market, calibrated(model, table["30"], 30), tried)
         row["seconds"] = time.process_time() - begin
         rows.append(row)
         console.print(f"{model.name}: {row}", highlight=False)
@@ -179,17 +171,14 @@ def ours(report: Report) -> dict[str, Any]:
     return {"policies": figures, "fits": report.memory.fits}
 
 
-def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
-    """A row for each window and model that fits."""
+def elsewhere(traces: list[Path], reference: dict[str, Any], chosen: list[Model], tried: int) -> list[dict[str, Any]]:
+    """A row for each trace and model."""
     rows = []
     for trace in traces:
         market = parse(trace.read_text(), str(trace), 0)
-        least = min(count for *_, count in market.counts(Terms().start_s))
-        for name in ("bert-large", "gpt-2"):
-            profile = presets()[name]
-            size = best_size(profile, Terms(), round(market.node_seconds / market.seconds), least)
-            simulation = Simulation(lambda _, m=market: m, profile, Terms(), pipelines=size[0], stages=size[1])
-            rows.append({"trace": trace.stem, "model": name, "size": size, **ours(simulation.run(POLICIES)[0])})
+        for model in chosen:
+            profile = calibrated(model, reference["throughput"][model.name]["30"], 30)
+            rows.append({"trace": trace.stem, "model": model.name, **on_market(market, profile, tried)})
             console.print(rows[-1], highlight=False)
     return rows
 
@@ -199,13 +188,16 @@ def against_parcae(traces: list[Path]) -> list[dict[str, Any]]:
               default=SHARED / "traces" / "oobleck-p3-scaled-11h.csv", show_default=True)  # fmt: skip
 @click.option("--reference", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               default=SHARED / "reference" / "oobleck-sosp23.json", show_default=True)  # fmt: skip
-@click.option("--parcae", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
-              help="Parcae's windows.  [default: those beside the trace]")  # fmt: skip
-@click.option("--model", "models", multiple=True, help="Only these of Oobleck's.")
+@click.option("--other", "others", type=click.Path(exists=True, dir_okay=False, path_type=Path), multiple=True,
+              help="Further traces, of which nothing is published.")  # fmt: skip
+@click.option("--model", "models", multiple=True, help="Only these.")
+@click.option("--tried", type=int, default=4, show_default=True, help="Arrangements that are tried first.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(trace: Path, reference: Path, parcae: tuple[Path, ...], models: tuple[str, ...], out: Path) -> None:
+def main(trace: Path, reference: Path, others: tuple[Path, ...], models: tuple[str, ...], tried: int,
+         out: Path) -> None:  # fmt: skip
     """SIMULATE this package on published traces, beside published simulations."""
-    rows = against_oobleck(trace, json.loads(reference.read_text()), models)
+    chosen, known = [model for model in MODELS if not models or model.name in models], json.loads(reference.read_text())
+    rows = against_oobleck(trace, known, chosen, tried)
     table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "here", "of the limit", "of its own", "size",
                   "GiB", title="samples/s; *: published; all SIMULATED; its own: what this job would train if losses "
                                 "cost nothing; GiB: needed with mean and least nodes")  # fmt: skip
@@ -219,8 +211,8 @@ def main(trace: Path, reference: Path, parcae: tuple[Path, ...], models: tuple[s
         cells += [f"{own['samples_per_s']:.1f}", share, alone, str(row["size"]), memory]
         table.add_row(row["model"], *map(str, cells))
     console.print(table)
-    windows = list(parcae) or ([] if models else sorted(trace.parent.glob("parcae-*.csv")))
-    save_json(out / "literature.json", {"simulated": True, "oobleck": rows, "parcae": against_parcae(windows)})
+    further = elsewhere(list(others), known, chosen, tried)
+    save_json(out / "literature.json", {"simulated": True, "oobleck": rows, "elsewhere": further})
 
 
 if __name__ == "__main__":
