@@ -315,8 +315,16 @@ class Pace:
         """Bytes of the activations in flight. Tensors that are kept for a takeover are in host memory."""
         return min(self.layout.stages - stage, self.micro_batches) * self._kept[stage]
 
-    def need(self, plan: Plan) -> float:
-        """Bytes of the member that needs most under ``plan``: states and activations."""
+    def need(self, plan: Plan, waiting: bool = True) -> float:
+        """Bytes of the member that needs most under ``plan``: states and activations.
+
+        Args:
+            plan: the plan.
+            waiting: parked replicas that compute nothing count as well: room is kept for them.
+        """
+        if self.state.parked and not waiting:
+            lent = {each.rank for each in plan.lent}
+            plan = replace(plan, shadows=tuple(s if rank in lent else None for rank, s in enumerate(plan.shadows)))
         known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
         need: dict[str, float] = {member: sum(both) for member, both in known.items()}
         for rank, member in plan.learners if not self.state.parked else ():
@@ -327,9 +335,9 @@ class Pace:
                 need[owner] += self._passes(rank // self.layout.pipelines)
         return max(need.values(), default=0.0) + self.profile.workspace_bytes
 
-    def fits(self, plan: Plan) -> bool:
-        """Whether all members have the memory that ``plan`` needs."""
-        return self.profile.memory_bytes is None or self.need(plan) <= self.profile.memory_bytes
+    def fits(self, plan: Plan, waiting: bool = True) -> bool:
+        """Whether all members have the memory that ``plan`` needs, see :meth:`need`."""
+        return self.profile.memory_bytes is None or self.need(plan, waiting) <= self.profile.memory_bytes
 
 
 class Stretch:

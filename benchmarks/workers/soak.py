@@ -127,7 +127,8 @@ def main() -> None:
     pipeline, pipelines = engine.grid.data_parallel_id, engine.grid.data_parallel_size
     source = None
     if data is None and (engine.is_first_stage() or engine.is_last_stage()):
-        ledger = arguments.out / f"ledger-{os.getpid()}-{pipeline}.txt"
+        # In an hour of faults the system gives numbers of processes twice.
+        ledger = arguments.out / f"ledger-{os.getpid()}-{pipeline}-{time.time_ns()}.txt"
         source = batches(pipeline, pipelines, engine.train_micro_batch_size_per_gpu(), ledger)
     losses = [float(engine.train_batch(data_iter=source)) for _ in range(arguments.steps)]
     engine.save_checkpoint(str(arguments.out / "checkpoint"), tag="last")
