@@ -238,6 +238,22 @@ def test_copies_and_checkpoints_contain_no_gradients() -> None:
     assert stock.copy_s(2, 4) == pytest.approx(2e6 * state.copied / (terms.host_gb_s * 1e9))
 
 
+@pytest.mark.parametrize(("mode", "fatal"), [(RedundancyMode.LAZY, 0), (RedundancyMode.EAGER_FORWARD, 1)])
+def test_a_takeover_needs_no_room_for_parked_replicas(mode: RedundancyMode, fatal: int) -> None:
+    """Owner and shadow of a role go at once: owners of its stage in other pipelines have two roles beside a replica."""
+    profile = model(pipelines=3, stages=2, micro_batches=6, precision="bf16", optimizer="adam")
+    one = StateBytes(profile.precision, profile.optimizer, pipelines=3).of(4 * 10**6).own
+    tight = profile.model_copy(update={"memory_bytes": round(2.5 * one)})
+    config = parse_block({"redundancy": {"mode": mode.value}})
+    still = simulation(nodes(6, 400), tight, config=config).job("bamboo", nodes(6, 400), 0).simulate()
+    start = next(event for event in still.events if isinstance(event, ev.PlanWritten))
+    pair = start.owners[0], start.shadows[0]
+    market = nodes(6, 400, *((200.0, "remove", str(member)) for member in pair))
+    done = simulation(market, tight, config=config).job("bamboo", market, 0).simulate()
+    lost = {event.member_id for event in done.events if isinstance(event, ev.MemberLost)}
+    assert lost == set(pair) and len([event for event in done.events if isinstance(event, ev.Fatal)]) == fatal
+
+
 # -- stock jobs ---------------------------------------------------------------------------------------------
 
 
