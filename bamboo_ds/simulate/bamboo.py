@@ -314,8 +314,7 @@ class BambooJob(SimulatedTraining):
                 action = yield from self._answer()
             if isinstance(action, WritePlan) and action.plan.immediate:
                 plan, lost = action.plan, [loss.member for loss in action.losses]
-                # The next plan has members give replicas up that they keep no room for any more.
-                if plan.unheld or not self._pace.fits(plan, waiting=False):
+                if plan.unheld or not self._pace.fits(plan):
                     yield from self._fatal(plan, lost)
                     return
                 # Survivors work until they hear of the plan, but not on one that they have not agreed on.

@@ -320,7 +320,7 @@ class Pace:
 
         Args:
             plan: the plan.
-            waiting: parked replicas that compute nothing count as well: room is kept for them.
+            waiting: parked replicas that compute nothing count as well: planners keep room for them.
         """
         if self.state.parked and not waiting:
             lent = {each.rank for each in plan.lent}
@@ -335,9 +335,9 @@ class Pace:
                 need[owner] += self._passes(rank // self.layout.pipelines)
         return max(need.values(), default=0.0) + self.profile.workspace_bytes
 
-    def fits(self, plan: Plan, waiting: bool = True) -> bool:
-        """Whether all members have the memory that ``plan`` needs, see :meth:`need`."""
-        return self.profile.memory_bytes is None or self.need(plan, waiting) <= self.profile.memory_bytes
+    def fits(self, plan: Plan) -> bool:
+        """Whether all members have the memory that ``plan`` needs, but for what waits in host memory."""
+        return self.profile.memory_bytes is None or self.need(plan, waiting=False) <= self.profile.memory_bytes
 
 
 class Stretch:
