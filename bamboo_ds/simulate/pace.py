@@ -316,12 +316,7 @@ class Pace:
         return min(self.layout.stages - stage, self.micro_batches) * self._kept[stage]
 
     def need(self, plan: Plan, waiting: bool = True) -> float:
-        """Bytes of the member that needs most under ``plan``: states and activations.
-
-        Args:
-            plan: the plan.
-            waiting: parked replicas that compute nothing count as well: planners keep room for them.
-        """
+        """Bytes of the member that needs most; ``waiting``: with what is kept free for parked replicas."""
         if self.state.parked and not waiting:
             lent = {each.rank for each in plan.lent}
             plan = replace(plan, shadows=tuple(s if rank in lent else None for rank, s in enumerate(plan.shadows)))
