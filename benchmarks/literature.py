@@ -34,7 +34,7 @@ A40 = Device(149.7e12, 0.3, 696e9, 48 * _GIB, "NVIDIA A40 48 GB, speed ASSUMED: 
 #: 200 Gbit/s between the nodes of Oobleck's testbed.
 TERMS = Terms(network_gb_s=25.0)
 #: Pipelines and stages, and the redundancy mode.
-Job = tuple[tuple[int, int], RedundancyMode]
+Choice = tuple[tuple[int, int], RedundancyMode]
 _GPT3 = "GPT-3: Brown et al., NeurIPS 2020, table 2.1"
 
 
@@ -89,13 +89,13 @@ def settings_of(profile: Profile, mode: RedundancyMode = RedundancyMode.EAGER_FO
     return BambooConfig().overridden({"topology.memory_limit_mb": limit, "redundancy.mode": mode})
 
 
-def best_job(market: Market, profile: Profile, terms: Terms, tried: int) -> Job:
+def best_job(market: Market, profile: Profile, terms: Terms, tried: int) -> Choice:
     """The job that trains most on ``market``, of the fastest few without losses in either mode, by simulation."""
     counts = [count for *_, count in market.counts(terms.start_s)]
     able = sizes(profile, terms, round(market.node_seconds / market.seconds), min(counts))[:tried]
 
-    def samples(job: Job) -> float:
-        (pipelines, stages), mode = job
+    def samples(choice: Choice) -> float:
+        (pipelines, stages), mode = choice
         config = settings_of(profile, mode)
         whole = Simulation(lambda _: market, profile, terms, config, pipelines=pipelines, stages=stages)
         return whole.alone("bamboo").samples_per_s
@@ -124,13 +124,13 @@ def replayed(market: Market, throughput: dict[str, float], start_s: float) -> fl
     return total / market.seconds
 
 
-def undisturbed(job: Simulation) -> float:
-    """Samples per second of ``job`` if it divided its work evenly among the live nodes of every moment, at no cost."""
-    market, pace = job.market(0), job.pace(job.config.redundancy.mode)
-    periods, speed = market.counts(job.terms.start_s), {0: 0.0}
-    for count in {count for *_, count in periods if count}:
-        speed[count] = job.profile.global_batch / Stretch(pace, planned(pace, count, job.config)).seconds
-    return sum((end - begin) * speed[count] for begin, end, count in periods) / market.seconds
+def undisturbed(simulation: Simulation) -> float:
+    """Samples per second of a job that divides its work evenly among the live nodes of every moment, at no cost."""
+    market, samples = simulation.market(0), 0.0
+    for begin, end, count in market.counts(simulation.terms.start_s):
+        if stretch := simulation.stretch(count):
+            samples += (end - begin) * simulation.profile.global_batch / stretch.seconds
+    return samples / market.seconds
 
 
 def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
@@ -144,10 +144,11 @@ def on_market(market: Market, profile: Profile, tried: int) -> dict[str, Any]:
     counts = [count for *_, count in market.counts(TERMS.start_s)]
     size, mode = best_job(market, profile, TERMS, tried)
     config = settings_of(profile, mode)
-    job = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
+    simulation = Simulation(lambda _: market, profile, TERMS, config, pipelines=size[0], stages=size[1])
     needed = [needed_gib(profile, size, count) for count in (round(market.node_seconds / market.seconds), min(counts))]
-    report, _ = job.run(POLICIES)
-    return {"size": size, "mode": mode.value, "needed_gib": needed, "undisturbed": undisturbed(job), **ours(report)}
+    report, _ = simulation.run(POLICIES)
+    found = {"size": size, "mode": mode.value, "needed_gib": needed, "undisturbed": undisturbed(simulation)}
+    return found | ours(report)
 
 
 def against_oobleck(trace: Path, reference: dict[str, Any], chosen: list[Model], tried: int) -> list[dict[str, Any]]:

@@ -18,7 +18,7 @@ from typing import Any
 
 import click
 from common import HERE, console, new_figure, save_figure, save_json
-from literature import A40, MODELS, TERMS, Job, Model, best_job, profile_of, settings_of
+from literature import A40, MODELS, TERMS, Choice, Model, best_job, profile_of, settings_of
 from rich.table import Table
 
 from bamboo_ds.config import RedundancyMode
@@ -81,9 +81,9 @@ def terms_of(restart_s: float) -> Terms:
     return TERMS.model_copy(update={"restart_s": restart_s, "start_s": restart_s})
 
 
-def cell(model: Model, market: Market, rate: float, restart_s: float, job: Job, nodes: int) -> dict[str, Any]:
+def cell(model: Model, market: Market, rate: float, restart_s: float, choice: Choice, nodes: int) -> dict[str, Any]:
     """Simulate one; for a process of its own."""
-    (pipelines, stages), mode = job
+    (pipelines, stages), mode = choice
     profile = profile_of(model, DEVICE)
     config = settings_of(profile, mode)
     whole = Simulation(lambda _: market, profile, terms_of(restart_s), config, pipelines=pipelines, stages=stages)
@@ -105,11 +105,6 @@ def cell(model: Model, market: Market, rate: float, restart_s: float, job: Job, 
             own.restarts,
         )
     )
-
-
-def best_of(model: Model, market: Market, tried: int) -> Job:
-    """What trains most on ``market``, of the fastest few without losses; for a process of its own."""
-    return best_job(market, profile_of(model, DEVICE), terms_of(RESTARTS[1]), tried)
 
 
 def market_of(rate: float, nodes: int, hours: float) -> Market:
@@ -184,14 +179,18 @@ def main(nodes: int, hours: float, rates: tuple[float, ...], restarts: tuple[flo
     rates, restarts = rates or RATES, restarts or RESTARTS
     markets = {rate: market_of(rate, nodes, hours) for rate in rates}
     with ProcessPoolExecutor(processes) as pool:
-        jobs = [(model, rate) for model in chosen for rate in rates]
-        found = pool.map(best_of, *zip(*((model, markets[rate], tried) for model, rate in jobs), strict=True))
-        best = dict(zip(jobs, found, strict=True))
+        found = {
+            (model, rate): pool.submit(
+                best_job, markets[rate], profile_of(model, DEVICE), terms_of(RESTARTS[1]), tried
+            )
+            for model in chosen for rate in rates
+        }  # fmt: skip
+        best = {key: each.result() for key, each in found.items()}
         for (model, rate), ((pipelines, stages), mode) in best.items():
             console.print(f"{model.name}, {rate:.0%}: {pipelines} pipelines of {stages} stages, {mode.value}")
         waiting = [
-            pool.submit(cell, model, markets[rate], rate, restart_s, job, nodes)
-            for (model, rate), job in best.items() for restart_s in restarts
+            pool.submit(cell, model, markets[rate], rate, restart_s, choice, nodes)
+            for (model, rate), choice in best.items() for restart_s in restarts
         ]  # fmt: skip
         cells = [Cell(**each.result()) for each in waiting]
     table = Table("model", "D x P", "mode", "lost in an hour", "restart [s]", "samples/s", "checkpoint-restart",
