@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import contextlib
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import grpc
 import pytest
@@ -18,7 +20,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.vacancies import claim_slot
 from bamboo_ds.errors import ConfigError, LeaseExpired, StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
-from bamboo_ds.store.connection import Broken, Silent
+from bamboo_ds.store.connection import Broken, EtcdAnswer, Silent
 from bamboo_ds.store.records import TlsFiles
 from tests.support.etcd import (
     EtcdServer,
@@ -64,6 +66,46 @@ def test_prefix_is_a_snapshot_of_the_namespace_only(etcd: EtcdServer, store: Sto
         assert store.delete_prefix("members/") == 2
         assert list(store.get_prefix("").entries) == ["membership"]
         assert other.get("members/x") is not None
+
+
+def test_several_prefixes_are_read_at_one_revision(own_etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between two reads another client writes; once, etcd has compacted what the first one has read."""
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store, Store([own_etcd.url], namespace="/bamboo/j/") as other:
+        call, reads = store._connection.call, 0
+
+        def watched(method: Any, request: Any) -> EtcdAnswer:
+            nonlocal reads
+            answer, reads = call(method, request), reads + 1
+            newest = other.put("b", str(reads))
+            if reads == 1:
+                own_etcd.compact(newest)
+            return answer
+
+        other.put("a", "0")
+        monkeypatch.setattr(store._connection, "call", watched)
+        found = store.get_prefix("a", "b")
+        # The second one fails; third and fourth are of the revision after the put that follows the second.
+        assert reads == 3 and {key: kv.value for key, kv in found.entries.items()} == {"a": "0", "b": "1"}
+        assert found.revision == found.entries["b"].mod_revision
+
+
+def test_clients_that_go_away_while_they_read_do_not_end_etcd(own_etcd: EtcdServer) -> None:
+    """An etcd before 3.5.6 ends by that where a transaction reads (etcd#14110)."""
+    with Store([own_etcd.url], namespace="/bamboo/j/") as store:
+        for first in range(0, 2000, 100):
+            store.put_all({f"members/{number}": "x" * 200 for number in range(first, first + 100)})
+        begin = time.monotonic()
+        store.get_prefix("members/", "known/")
+        whole, cut = time.monotonic() - begin, 0
+        for number in range(40):
+            with Store([own_etcd.url], namespace="/bamboo/j/") as other, ThreadPoolExecutor(1) as pool:
+                other.ping()
+                reading = pool.submit(other.get_prefix, "members/", "known/")
+                concurrent.futures.wait([reading], whole * number / 40)
+                other.close()
+                cut += isinstance(reading.exception(), StoreError)
+        own_etcd.check()
+        assert cut > 10 and len(store.get_prefix("members/").entries) == 2000
 
 
 def test_folders_of_a_namespace(store: Store) -> None:

@@ -7,12 +7,10 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from random import Random
 
-import grpc
 import pytest
 
 from bamboo_ds.errors import StoreError, StoreUnavailable
 from bamboo_ds.store.client import Store
-from bamboo_ds.store.connection import rpc
 from tests.support.etcd import (
     EtcdServer,
     Proxy,
@@ -22,11 +20,6 @@ from tests.support.etcd import (
 )
 
 pytestmark = [pytest.mark.claim("concepts.md", "guides/elastic.md"), pytest.mark.usefixtures("leak_gate")]
-
-
-def compact(server: EtcdServer, revision: int) -> None:
-    with grpc.insecure_channel(f"127.0.0.1:{server.port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
-        rpc.KVStub(channel).Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
 
 
 def test_watch_from_a_snapshot_misses_and_repeats_nothing(store: Store) -> None:
@@ -100,7 +93,7 @@ def test_watch_ends_where_it_cannot_go_on(own_etcd: EtcdServer) -> None:
         seen.wait_for("put", "a")
         proxy.set("cut")
         start = other.put("a", "2")
-        compact(own_etcd, other.put("a", "3"))
+        own_etcd.compact(other.put("a", "3"))
         proxy.set("pass")
         error = told.get(timeout=20.0)
         assert isinstance(error, StoreError) and "compacted" in str(error) and watch.error is error

@@ -93,12 +93,28 @@ class Store:
         return self._keys.key_value(response.kvs[0]) if response.kvs else None
 
     def get_prefix(self, *prefixes: str) -> Snapshot:
-        """All keys that start with one of ``prefixes`` at one revision (linearizable)."""
-        ranges = [rpc.RangeRequest(**self._keys.bounds(prefix)) for prefix in prefixes]
-        request = rpc.TxnRequest(success=[rpc.RequestOp(request_range=each) for each in ranges])
-        response = self._connection.call(lambda link: link.kv.Txn, request).message
-        found = [kv for each in response.responses for kv in each.response_range.kvs]
-        return Snapshot({kv.key: kv for kv in map(self._keys.key_value, found)}, response.header.revision)
+        """All keys that start with one of ``prefixes`` at one revision (linearizable).
+
+        Each is read by a request of its own: an etcd before 3.5.6 ends when a client does while it reads in a
+        transaction (etcd#14110).
+        """
+        while True:
+            try:
+                return self._at_one_revision(prefixes)
+            except StoreError as error:
+                if "required revision" not in str(error):
+                    raise
+                log.info("etcd has not the revision any more that was read first: %s", error)
+
+    def _at_one_revision(self, prefixes: Sequence[str]) -> Snapshot:
+        """As :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""
+        revision, found = 0, []
+        for prefix in prefixes:
+            request = rpc.RangeRequest(**self._keys.bounds(prefix), revision=revision)
+            response = self._connection.call(_range, request).message
+            revision = revision or response.header.revision
+            found += response.kvs
+        return Snapshot({kv.key: kv for kv in map(self._keys.key_value, found)}, revision)
 
     def folders(self) -> list[str]:
         """What the namespace's keys begin with up to their first slash, each once."""

@@ -20,6 +20,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import grpc
+
+from bamboo_ds.store.connection import rpc
 from bamboo_ds.store.embedded import etcd_command, find_etcd, wait_healthy
 from bamboo_ds.store.endpoints import Endpoint
 from bamboo_ds.store.records import WatchEvent
@@ -78,6 +81,11 @@ class EtcdServer:
         with urllib.request.urlopen(url, b"{}", timeout=10) as answer:
             found: dict[str, Any] = json.load(answer)
         return found
+
+    def compact(self, revision: int) -> None:
+        """Forget what keys were before ``revision``."""
+        with grpc.insecure_channel(f"127.0.0.1:{self.port}", options=(("grpc.enable_http_proxy", 0),)) as channel:
+            rpc.KVStub(channel).Compact(rpc.CompactionRequest(revision=revision, physical=True), timeout=5)
 
     def kill(self) -> None:
         """SIGKILL; the data stays."""
