@@ -240,8 +240,9 @@ def lose_a_stage(
         job.wait_for("a checkpoint of its own", lambda: max(saved(job), default=0) > after)
         known = saved(job)[-1]
         job.wait_for("some steps more", lambda: job.events("step")[-1]["step"] >= known + 2)
-        for slot in victims:
-            os.kill(workers[slot], signal.SIGKILL)
+        for how in (signal.SIGSTOP, signal.SIGKILL):  # none helps to heal the job before it is killed itself
+            for slot in victims:
+                os.kill(workers[slot], how)
         job.wait_for("the restart", lambda: bool(job.events("restart")))
         struck.touch()
         result = job.finish()
