@@ -143,7 +143,7 @@ def runs_of(plan: Plan, progress: Progress, micro_batches: int) -> list[list[Run
 def naive_orders(
     plan: Plan, micro_batches: int, progress: Progress, ratio: tuple[float, float] = (1, 2)
 ) -> dict[str, list[Work]]:
-    """Of the next passes of all runs in the world the one that starts earliest, B before F, short runs first."""
+    """Of the next passes of all runs in the world the earliest; of the run with most left, B before F, short runs."""
     length = dict(zip("FB", ratio, strict=True))
     chains = runs_of(plan, progress, micro_batches)
     places = [(copy, n) for copy, chain in enumerate(chains) for n in range(len(chain))]
@@ -166,11 +166,11 @@ def naive_orders(
                 there = end.get((copy, source, kind, m)) if 0 <= source < len(chains[copy]) else 0
                 if there is not None:
                     start = max(there, *(free[member] for member in run.hosts))
-                    candidates.append((start, kind, run.work(), m, number))
-        start, kind, _, m, number = min(candidates)
+                    candidates.append((start, -len(queues[number]), kind, run.work(), number))
+        start, *_, number = min(candidates)
         copy, n = places[number]
         run = chains[copy][n]
-        queues[number].popleft()
+        kind, m = queues[number].popleft()
         for roles, begin, cost, done in run.parts if kind == "F" else reversed(run.parts):
             if m >= done[kind]:
                 start += cost * length[kind]

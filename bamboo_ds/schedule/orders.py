@@ -13,8 +13,8 @@ from ..topology import BlockCosts, Layout, Role
 from .progress import Finished, Hosts, RoleProgress, finished
 from .spans import Kind, StageSpan, Work, spans_of
 
-#: A pass that may come next: earliest start, backward before forward, work and micro-batch, number of the span.
-_Entry = tuple[float, int, float, int, int]
+#: A pass that may come next: earliest start, less what its span has left, backward before forward, work, and number.
+_Entry = tuple[float, int, int, float, int]
 
 
 def compute_order(
@@ -32,9 +32,9 @@ def compute_order(
     if it were one stage. Pipelines are 1F1B over their spans. One list-scheduling simulation goes over all pipelines.
     Each span keeps its 1F1B order with the finished passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and
     ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes that can come next the one
-    with the earliest start does; ties go to backwards, then to the span with less work (what a member computes for
-    others is little, and they wait for it), then to the older micro-batch. A member with one role without progress gets
-    exactly 1F1B.
+    with the earliest start does; ties go to the span with most passes left, so that pipelines that share members end
+    together, then to backwards, then to the span with less work (what a member computes for others is little, and they
+    wait for it). A member with one role without progress gets exactly 1F1B.
 
     *The simulation terminates*: 1F1B of all spans together has a linear extension; without the finished
     passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
@@ -180,8 +180,9 @@ def _simulated(
     def all_free(span: StageSpan) -> float:
         return free[span.hosts[0]] if len(span.hosts) == 1 else max(free[member] for member in span.hosts)
 
-    def enter(span: StageSpan, there: float, kind: Kind, m: int) -> None:
-        heappush(heap, (max(there, all_free(span)), int(kind == "F"), span.work, m, span.number))
+    def enter(span: StageSpan, there: float, kind: Kind) -> None:
+        left = len(span.todo) - span.cursor
+        heappush(heap, (max(there, all_free(span)), -left, int(kind == "F"), span.work, span.number))
 
     def look(span: StageSpan) -> None:
         """List ``span`` if its next pass can come."""
@@ -193,7 +194,7 @@ def _simulated(
             return
         span.listed = True
         if span.shared:
-            enter(span, there, kind, m)
+            enter(span, there, kind)
         else:
             able.append(span)
 
@@ -207,11 +208,11 @@ def _simulated(
             for each in span.fed.values():
                 look(each)
         else:
-            start, _, _, m, number = heappop(heap)
+            start, *_, number = heappop(heap)
             span = spans[number]
-            kind, _ = span.todo[span.cursor]
+            kind, m = span.todo[span.cursor]
             if all_free(span) > start:  # a member took another of its spans meanwhile
-                enter(span, start, kind, m)
+                enter(span, start, kind)
                 continue
             span.take(kind, m, start)
             span.listed = False
