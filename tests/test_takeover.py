@@ -125,6 +125,29 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, places: tuple[str, 
     survive(tmp_path, reference, faults, stages=2, pipelines=2, micro_batches=4)
 
 
+@pytest.mark.parametrize(
+    "places",
+    [
+        ("BackwardPass", "ReduceGrads"),
+        *(
+            pytest.param((at, at), marks=pytest.mark.exhaustive)
+            for at in ("ForwardPass", "BackwardPass", "ReduceGrads", "Commit", "OptimizerStep")
+        ),
+    ],
+    ids="-".join,
+)
+def test_without_replicas_another_pipeline_has_the_stage(
+    tmp_path: Path, reference: Reference, places: tuple[str, str]
+) -> None:
+    """Each of its owners is left alone with its stage."""
+    faults = [
+        fault(rank, step, at, 2 if at.endswith("Pass") else None)
+        for rank, step, at in zip((2, 1), (1, 2), places, strict=True)
+    ]
+    bamboo = {"redundancy": {"mode": "none"}}
+    survive(tmp_path, reference, faults, stages=2, pipelines=2, micro_batches=4, bamboo=bamboo)
+
+
 @pytest.mark.exhaustive
 @pytest.mark.parametrize(
     ("stages", "pipelines", "victims"),

@@ -135,7 +135,8 @@ def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> 
         spans = chain.from_iterable(timeline.spans for timeline in read_timelines(events))
         stages = told(run.mirror, built.stages)
         notes = _notes(command, built, run.done, stages, crowded)
-        retains = any(report.redundant and report.device is None for report in run.mirror.reports.values())
+        reports = [report for report in run.mirror.reports.values() if report.device is None]
+        retains = any(report.redundant or report.layout.alike for report in reports)
         return profile_of(Path(script).stem, notes, built, run.samples, stages, spans, retains)
 
 

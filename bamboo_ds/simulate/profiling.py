@@ -54,7 +54,7 @@ def layers_of(
         parameters: trainable ones, by layer.
         told: by stage.
         spans: of its members.
-        retains: boundary tensors are kept on the device until the commit: it is the host, and there are replicas.
+        retains: boundary tensors are kept on the device until the commit: it is the host, and losses can be taken over.
 
     Raises:
         ConfigError: the spans do not have enough of it.

@@ -70,6 +70,11 @@ class Layout:
         """Data-parallel copies of the model."""
         return self.pipelines // self.slices
 
+    @property
+    def alike(self) -> bool:
+        """Whether owners of a stage in several copies of the model have the same state: one may stand in for others."""
+        return self.copies > 1 and not self.sharded
+
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """All roles in rank order."""

@@ -68,7 +68,7 @@ class EngineContext:
     @property
     def retains(self) -> bool:
         """Whether what crosses the boundaries of stages is kept until the commit: a takeover could need it."""
-        return self.mode.replicas or self.layout.slices > 1
+        return self.mode.replicas or self.layout.alike or self.layout.slices > 1
 
 
 class _Shared(Generic[_T]):
