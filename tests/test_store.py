@@ -86,7 +86,7 @@ def test_several_prefixes_are_read_at_one_revision(own_etcd: EtcdServer, monkeyp
         other.put("a", "0")
         monkeypatch.setattr(store._connection, "call", watched)
         found = store.get_prefix("a", "b")
-        # The second one fails; third and fourth are of the revision after the put that follows the second.
+        # The second one fails and is not counted; those after it are of the revision that the put after the first made.
         assert reads == 3 and {key: kv.value for key, kv in found.entries.items()} == {"a": "0", "b": "1"}
         assert found.revision == found.entries["b"].mod_revision
 

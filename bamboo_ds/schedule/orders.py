@@ -33,8 +33,8 @@ def compute_order(
     Each span keeps its 1F1B order with the finished passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and
     ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes that can come next the one
     with the earliest start does; ties go to the span with most passes left, so that pipelines that share members end
-    together, then to backwards, then to the span with less work (what a member computes for others is little, and they
-    wait for it). A member with one role without progress gets exactly 1F1B.
+    at about the same time, then to backwards, then to the span with less work (what a member computes for others is
+    little, and they wait for it). A member with one role without progress gets exactly 1F1B.
 
     *The simulation terminates*: 1F1B of all spans together has a linear extension; without the finished
     passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot

@@ -95,8 +95,8 @@ class Store:
     def get_prefix(self, *prefixes: str) -> Snapshot:
         """All keys that start with one of ``prefixes`` at one revision (linearizable).
 
-        Each is read by a request of its own: an etcd before 3.5.6 ends when a client does while it reads in a
-        transaction (etcd#14110).
+        Each is read by a request of its own: a client that goes away while a transaction reads for it ends an etcd
+        before 3.5.6 (etcd#14110).
         """
         while True:
             try:
@@ -104,7 +104,7 @@ class Store:
             except StoreError as error:
                 if "required revision" not in str(error):
                     raise
-                log.info("etcd has not the revision any more that was read first: %s", error)
+                log.info("etcd no longer has the revision that was read first: %s", error)
 
     def _at_one_revision(self, prefixes: Sequence[str]) -> Snapshot:
         """As :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""

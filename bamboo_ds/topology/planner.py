@@ -170,7 +170,7 @@ def takeover(
         shadow, shadows[rank] = shadows[rank], None
         if not give(rank, [shadow] if shadow else holders.get(rank, ()) if holders else ()):
             unheld.append(rank)
-    if plan.layout is not None and not plan.layout.sharded:
+    if plan.layout is not None and plan.layout.alike:
         held = {rank: owner for rank, owner in enumerate(owners) if rank not in unheld}
         for rank in list(unheld):
             twins = map(plan.layout.rank, plan.layout.siblings(plan.layout.role(rank)))

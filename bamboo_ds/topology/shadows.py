@@ -32,7 +32,7 @@ def place_shadows(question: Question, owners: Sequence[str]) -> tuple[str | None
     if len(question.roster.usable) < 2:
         return (None,) * len(owners)
     wanted, layout = _Shadows(question, owners).place(), question.previous.world
-    if question.policy.zones_apart and (layout.sharded or layout.pipelines == 1):
+    if question.policy.zones_apart and not layout.alike:
         wanted = zones_apart(question, owners, wanted)
     return fitted(question, owners, wanted) if question.room.limits else wanted
 

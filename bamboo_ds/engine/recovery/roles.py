@@ -82,7 +82,8 @@ class RoleTransfer(InContext):
         Parameters and optimizer state of the two are equal; what their layers keep besides them (running statistics)
         is not, and the lost one's cannot be had any more.
         """
-        alike = [] if self.epoch.layout.sharded else [each for each in self.epoch.layout.siblings(role) if each != role]
+        layout = self.epoch.layout
+        alike = [each for each in layout.siblings(role) if each != role] if layout.alike else []
         held = (runtime for runtime in self.binding.runtimes.values() if runtime.role in alike)
         source = next((runtime for runtime in held if runtime.usable), None)
         lost, checkpoint = [(role.pipeline, role.stage)], self.epoch.job.newest_checkpoint(plan)
