@@ -175,16 +175,16 @@ def test_members_join(tmp_path: Path, reference: Reference, more: tuple[str, ...
         job.join()
         job.join()
         job.wait_for("each stage has an owner of its own", lambda: len(set(job.plan()["owners"])) == 4)
+        # Where they come late a worker that only draws batches has come as well, for rank 0.
         joined = {event["member_id"] for event in job.events("member_joined")[4:]}
-        assert len(joined) == 2 and joined < set(job.plan()["owners"])
+        assert len(joined.intersection(job.plan()["owners"])) == 2
         go.touch()
         result = job.finish()
     undisturbed = reference(4, 1, 6, *arguments, *result.length, own="--dropout" in more)
     assert_same(result, undisturbed, faults, joined=2)
-    # A joiner at an end of the pipeline has drawn what its predecessor would have drawn.
-    for indices in result.drawn():
-        assert indices == undisturbed.samples()[0]
-    assert len(result.drawn()) >= 1
+    # A joiner at an end of the pipeline has drawn what its predecessor would have drawn; the other one until it came.
+    drawn, whole = result.drawn(), undisturbed.samples()[0]
+    assert whole in drawn and all(indices == whole[: len(indices)] for indices in drawn)
 
 
 def test_a_standby_takes_over(tmp_path: Path, reference: Reference) -> None:
