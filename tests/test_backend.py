@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import distributed as dist
 
+from bamboo_ds.comm.attachment import DRAW
 from bamboo_ds.errors import UnsupportedError
 from tests.support.comm_cases import CASES, VICTIM
 from tests.support.comm_worker import DEADLINE, Cluster, Member, cluster
@@ -184,17 +185,14 @@ def communicate_in_a_draw(member: Member) -> Any:
         "monitoredBarrier": dist.monitored_barrier,
     }
     found = {}
-    member.session.note_draw(True)
-    try:
+    with member.session.among_nobody(DRAW):
         dist.all_reduce(torch.ones(1), group=alone)
         for name, call in calls.items():
             try:
                 call()
             except UnsupportedError as error:
                 found[name] = str(error)
-    finally:
-        member.session.note_draw(False)
-        dist.destroy_process_group(alone)
+    dist.destroy_process_group(alone)
     return found
 
 

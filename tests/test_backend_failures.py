@@ -149,6 +149,46 @@ def test_survivors_of_a_stopped_peer_are_woken_by_abort(trio: Cluster, operation
     check_alive(trio)
 
 
+def of_one_rank(member: Member) -> list[Any]:
+    """What the collectives of a group of one rank give; the epoch of the process may have ended."""
+    (group,) = member.kept
+    rank, ones = dist.get_rank(), torch.ones(2)
+    found = [torch.full((2,), rank + 1.0) for _ in range(4)]
+    dist.all_reduce(found[0], group=group)
+    dist.broadcast(found[1], rank, group=group)
+    dist.all_gather_into_tensor(found[2], ones, group=group)
+    dist.reduce_scatter_tensor(found[3], ones, group=group)
+    dist.barrier(group=group)
+    dist.monitored_barrier(group)
+    objects: list[Any] = [None]
+    dist.all_gather_object(objects, rank, group=group)
+    work = dist.all_reduce(ones, group=group, async_op=True)
+    return [[float(each[0]) for each in found], objects, work.wait() and work.is_completed()]
+
+
+def make_a_group_of_one(member: Member) -> None:
+    member.kept = [dist.new_group([dist.get_rank()], use_local_synchronization=True)]
+
+
+def forget_the_group(member: Member) -> None:
+    dist.destroy_process_group(member.kept.pop())
+
+
+def test_a_group_of_one_rank_needs_no_epoch(trio: Cluster) -> None:
+    """Scripts call it where they cannot be interrupted: in the middle of an iterator, of a pass, of a step."""
+    trio.everybody("call", lambda _: (make_a_group_of_one,))
+    expected = [[[r + 1.0, r + 1.0, 1.0, 1.0], [r], True] for r in range(3)]
+    assert trio.everybody("call", lambda _: (of_one_rank,)) == expected
+    for member in trio:
+        member.control("abort", "a test ends the epoch")
+    assert trio.everybody("call", lambda _: (of_one_rank,)) == expected
+    trio[0].start("case", "barrier", 0, 3)
+    outcome = trio[0].outcome()
+    assert outcome is not None and outcome.kind == "EpochChanged", "the epoch had ended"
+    trio.everybody("call", lambda _: (forget_the_group,))
+    check_alive(trio)
+
+
 def first_to_raise(survivors: list[Remote], operation: str) -> dict[str, Raised | None]:
     """Wait until one survivor's operation has raised; the outcomes that are known by then, by member."""
     outcomes: dict[str, Raised | None] = {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections import defaultdict, deque
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -25,7 +26,7 @@ from bamboo_ds.engine.iteration.measures import IdleTimes
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.stage.commit import alike, encode_drawn
 from bamboo_ds.engine.stage.runtime import StageRuntime
-from bamboo_ds.errors import FatalLoss, UnsupportedError
+from bamboo_ds.errors import EpochChanged, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
@@ -146,6 +147,32 @@ def test_an_iterator_may_fill_its_tensors_again() -> None:
         numbers = [(int(inputs[0]), int(labels["labels"][0][1])) for inputs, labels in found]
         first = numbers[0][0]
         assert numbers == [(first + m, first + m) for m in range(MICRO_BATCHES)]
+
+
+@pytest.mark.parametrize("at", range(MICRO_BATCHES))
+def test_a_draw_that_ends_in_the_middle_goes_on_from_what_was_given(at: int) -> None:
+    given = []
+
+    def draw() -> Iterator[Any]:
+        for number in itertools.count():
+            given.append(number)
+            yield torch.full((2,), number), number
+
+    def process(batch: Any) -> Any:
+        if batch[1] == at and given.count(at) == 1 and not ended:
+            ended.append(at)
+            raise EpochChanged("a loss")
+        return batch[0] * 2, batch[0]
+
+    ended: list[int] = []
+    batches = PipelineBatches()
+    batches.set_source(Source(draw(), process))
+    with pytest.raises(EpochChanged):
+        batches.complete(MICRO_BATCHES)
+    batches.complete(MICRO_BATCHES)
+    found = [batches.batch(m, inputs=True, labels=True) for m in range(MICRO_BATCHES)]
+    assert [(int(inputs[0]), int(labels[0])) for inputs, labels in found] == [(2 * m, m) for m in range(MICRO_BATCHES)]
+    assert given == list(range(MICRO_BATCHES)) and ended == [at]
 
 
 @pytest.mark.parametrize(

@@ -327,7 +327,7 @@ def test_a_job_says_what_it_refuses(tmp_path: Path) -> None:
         "replaced REFUSED the script has put other parameters in the place of ",
         "visit REFUSED the function given to bamboo_ds.for_each_stage changes ",
         "optimizer REFUSED the hook <lambda> of optimizer Summing uses a PipelineModule",
-        "optimizer Summing (or its hook, or its scheduler) calls a collective, allreduce over ranks [0, 1], in its",
+        "optimizer Summing (or its hook, or its scheduler), in its step, calls a collective, allreduce over ranks [0,",
     ):
         assert expected in result.output, f"{expected}\n{result.output[-6000:]}"
     assert result.exit_code != 0

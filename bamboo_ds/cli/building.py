@@ -20,6 +20,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any, NoReturn
 
+from ..bare import bare
 from ..processes import die_with_parent
 from ..topology.memory import optimizer_name
 
@@ -234,8 +235,9 @@ def _parameters(specs: list[Any]) -> list[tuple[int, int]]:
             keys.add(spec.key)
         layer = spec.build() if isinstance(spec, LayerSpec) else spec
         if isinstance(layer, torch.nn.Module):
-            trainable = sum(each.numel() for each in layer.parameters() if each.requires_grad)
-            found[-1] = trainable, sum(each.numel() for each in layer.parameters()) - trainable
+            parameters = list(torch.nn.Module.parameters(layer))
+            trainable = sum(bare(each).numel() for each in parameters if each.requires_grad)
+            found[-1] = trainable, sum(bare(each).numel() for each in parameters) - trainable
     return found
 
 

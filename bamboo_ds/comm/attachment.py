@@ -56,6 +56,39 @@ class Acting(NamedTuple):
     answer: Answer
 
 
+class Alone(NamedTuple):
+    """Code of the script that the engine runs on members at different times, so that it must not wait for others.
+
+    Attributes:
+        where: it communicates, for errors.
+        cure: what to do instead.
+    """
+
+    where: str
+    cure: str
+
+
+#: What gives batches.
+DRAW = Alone(
+    "while it gives a batch",
+    "A member that draws the batches of a lost rank is alone, so an iterator or batch_fn must not wait for other "
+    "ranks. Let the iterators of the first and of the last stage read the same batches, each by itself (what is random "
+    "from a generator that is seeded with the batch's number)",
+)
+#: What is told of changes of the plan.
+LISTENER = Alone(
+    "in a function given to bamboo_ds.on_plan_change",
+    "Members call it in the middle of a recovery, each when it is that far: note what has changed there, and "
+    "communicate between two calls of the engine",
+)
+#: What installs something on a stage.
+INSTALLER = Alone(
+    "in a function given to bamboo_ds.on_stage_built",
+    "It is called for copies of a stage as well, which members build at different times: communicate before "
+    "deepspeed.initialize",
+)
+
+
 class Founders(NamedTuple):
     """Processes among which a thread communicates, see :meth:`Attachment.among_founders`."""
 
@@ -90,7 +123,7 @@ class Attachment:
         reason: why there is none.
         detached: whether collectives are no-ops.
         passing: whether the main thread computes a pass whose layers are whole.
-        drawing: whether the main thread draws batches, or what one member alone may have to draw again.
+        alone: what code of the script the main thread runs that must not communicate; ``None``: none.
         on_host: whether collectives run through host memory, wherever their tensors are.
         slices: where the handles of slice groups lead now; ``None``: where they were made for.
         script: the script's own collectives, once there is an engine that recovers for them.
@@ -102,7 +135,8 @@ class Attachment:
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True
-        self.passing = self.drawing = self.on_host = False
+        self.passing = self.on_host = False
+        self.alone: Alone | None = None
         self.slices: SliceGroup | None = None
         self.script: ScriptCollectives | None = None
         self.torch_store = TorchStore(self._ask, "torch/", timeout)
@@ -110,11 +144,16 @@ class Attachment:
         self._founders: Founders | None = None
 
     @property
+    def entered(self) -> Epoch:
+        """The newest epoch, which may have ended; raises ``EpochChanged`` if there is none."""
+        if self.epoch is None:
+            raise EpochChanged(self.reason)
+        return self.epoch
+
+    @property
     def current(self) -> Epoch:
         """The attached epoch; raises ``EpochChanged`` if there is none, or if it is aborted."""
-        epoch = self.epoch
-        if epoch is None:
-            raise EpochChanged(self.reason)
+        epoch = self.entered
         epoch.life.check("operation")
         return epoch
 
@@ -150,9 +189,13 @@ class Attachment:
         return self.passing and (thread is threading.main_thread() or isinstance(thread, threading._DummyThread))
 
     @property
-    def in_draw(self) -> bool:
-        """Whether the calling thread draws batches."""
-        return self.drawing and threading.current_thread() is threading.main_thread()
+    def script_alone(self) -> Alone | None:
+        """What code of the script the calling thread runs that must not communicate, if it does."""
+        return self.alone if threading.current_thread() is threading.main_thread() else None
+
+    def among_nobody(self, what: Alone) -> AbstractContextManager[None]:
+        """In the body the main thread runs ``what`` of the script, which must not wait for other ranks."""
+        return self._during("alone", what)
 
     @contextmanager
     def _during(self, name: str, value: object) -> Iterator[None]:

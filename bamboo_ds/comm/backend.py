@@ -103,7 +103,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
     ``PeerLost`` if a connection broke before. The collectives that the script itself calls between two operations of
-    its engine do not (see :mod:`.script`).
+    its engine do not (see :mod:`.script`), nor do those among ranks that are all this member's: they need no epoch, and
+    the code of a script that calls them is never interrupted there.
 
     Args:
         attachment: the epoch that this process is in.
@@ -220,10 +221,10 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         if acting is not None:
             acting.answer(self.ranks, collective.name, arguments)
             return CompletedWork()
-        self._check_draw(collective.name)
+        self._check_alone(collective.name)
+        if len(self.ranks) == 1:
+            return alone(collective, arguments, 0, 1)
         if attachment.founders is not None:
-            if len(self.ranks) == 1:
-                return alone(collective, arguments, 0, 1)
             return self._start(collective, arguments)
         context = attachment.context
         if context == "script":
@@ -231,7 +232,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             return attachment.script.start(self, collective, arguments)
         if attachment.detached or context == "replay":
             return alone(collective, arguments, self._index, len(self.ranks), each=True)
-        if attachment.in_pass and len(self.ranks) > 1:
+        if attachment.in_pass:
             raise UnsupportedError(
                 f"a layer or the loss function calls a collective in a pass, {collective.name} over ranks "
                 f"{list(self.ranks)}: redundant passes, and those of a takeover, run when no other rank does the same. "
@@ -244,22 +245,23 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return work
 
     def _start(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
-        epoch, on_host = self._attachment.current, self._attachment.on_host
-        where = epoch, self._meant[0], self._among(epoch)
-        return start(*where, collective, arguments, self._index, self.timeout, on_host)
+        epoch, on_host = self._attachment.entered, self._attachment.on_host
+        among = self._among(epoch)
+        if among.members != (epoch.member,):  # what this member does alone ends with no epoch
+            epoch.life.check("operation")
+        return start(epoch, self._meant[0], among, collective, arguments, self._index, self.timeout, on_host)
 
-    def _check_draw(self, operation: str) -> None:
-        """Refuse communication while batches are drawn.
+    def _check_alone(self, operation: str) -> None:
+        """Refuse communication with other ranks where the script's code must do without.
 
         Raises:
-            UnsupportedError: they are.
+            UnsupportedError: this is such a place.
         """
-        if self._attachment.in_draw and len(self.ranks) > 1:
+        alone = self._attachment.script_alone
+        if alone is not None and len(self.ranks) > 1:
             raise UnsupportedError(
-                f"the script communicates while it gives a batch: {operation} over ranks {list(self.ranks)}, called at "
-                f"{calling_place()}. A member that draws the batches of a lost rank is alone, so an iterator or "
-                "batch_fn must not wait for other ranks. Let the iterators of the first and of the last stage read the "
-                "same batches, each by itself (what is random from a generator that is seeded with the batch's number)"
+                f"the script communicates {alone.where}: {operation} over ranks {list(self.ranks)}, called at "
+                f"{calling_place()}. {alone.cure}"
             )
 
     def monitored_barrier(self, timeout: timedelta | None = None, wait_all_ranks: bool = False) -> None:
@@ -274,7 +276,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
                 raise timed_out(limit)
             limit = self.timeout  # as gloo: the other ranks wait for rank 0
         attachment = self._attachment
-        self._check_draw("monitoredBarrier")
+        self._check_alone("monitoredBarrier")
+        if len(self.ranks) == 1:
+            return
         try:
             if attachment.context != "engine" or attachment.detached or attachment.acting is not None:
                 self.barrier().wait(limit)
@@ -301,7 +305,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
-        self._check_draw("send")
+        self._check_alone("send")
         towards = self._towards(destination)
         if towards is None:
             return CompletedWork(tensors)
@@ -316,7 +320,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
-        self._check_draw("recv")
+        self._check_alone("recv")
         towards = self._towards(source)
         if towards is None:
             return CompletedWork(tensors, source)
@@ -327,7 +331,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
-        self._check_draw("recv_anysource")
+        self._check_alone("recv_anysource")
         if self._unheard:
             return CompletedWork(tensors, self._index)
         epoch = self._attachment.current

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from ..bare import bare
 from ..errors import UnsupportedError
 from . import wire
 from .links import Links, Ticket
@@ -147,13 +148,13 @@ class RecvWork(CompletedWork):
         assert self.message is not None
         (sent,) = self.message.tensors
         tensor = self._result[0]
-        if sent.data.numel() != tensor.numel() * tensor.element_size():
+        if sent.data.numel() != bare(tensor).numel() * bare(tensor).element_size():
             raise RuntimeError(
                 f"recv: rank {self.message.sequence} sent {sent.data.numel()} bytes, "
-                f"the tensor takes {tensor.numel() * tensor.element_size()}"
+                f"the tensor takes {bare(tensor).numel() * bare(tensor).element_size()}"
             )
         # Like any transport of bytes: the receiver's dtype tells what they mean.
-        tensor.detach().copy_(sent.data.view(tensor.dtype).view(tensor.shape))
+        bare(tensor).copy_(sent.data.view(tensor.dtype).view(tensor.shape))
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""

@@ -14,7 +14,7 @@ from functools import partial
 
 from ..secret import NONE, JobSecret
 from ..topology import Plan
-from .attachment import Answer, Attachment, publish
+from .attachment import Alone, Answer, Attachment, publish
 from .backend import BambooProcessGroup, register, register_handle
 from .bulk.copying import Fetch
 from .bulk.offers import Offers
@@ -278,9 +278,9 @@ class Session:
         """The main thread begins or ends a pass that has no collectives, see :attr:`Attachment.in_pass`."""
         self._attachment.passing = passing
 
-    def note_draw(self, drawing: bool) -> None:
-        """The main thread begins or ends to draw batches, see :attr:`Attachment.in_draw`."""
-        self._attachment.drawing = drawing
+    def among_nobody(self, what: Alone) -> AbstractContextManager[None]:
+        """See :meth:`Attachment.among_nobody`."""
+        return self._attachment.among_nobody(what)
 
     def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
         """See :meth:`Attachment.acting_for`."""

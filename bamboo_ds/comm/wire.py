@@ -24,6 +24,7 @@ from typing import Any
 import numpy
 import torch
 
+from ..bare import bare
 from ..devices import staging
 from ..devices.accelerators import HOST
 from ..errors import ProtocolError
@@ -156,7 +157,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor`` where it is."""
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.dtype not in _CODES:
         raise TypeError(f"cannot send a tensor of dtype {tensor.dtype} and layout {tensor.layout}")
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    return bare(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
 def view(data: torch.Tensor) -> memoryview:

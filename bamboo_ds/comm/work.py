@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ..bare import bare
 from ..devices.accelerators import HOST
 from ..errors import EpochChanged
 from .c10d import dist
@@ -417,5 +418,5 @@ class ThroughHostWork:
     def _copy_back(self) -> None:
         with self._lock:
             for tensor, copy in self._written:
-                tensor.detach().copy_(copy)
+                bare(tensor).copy_(copy)
             self._written = []

@@ -18,11 +18,11 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.pipe import schedule as stock
 from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from .. import schedule
+from ..comm.attachment import INSTALLER
 from ..comm.inner import use_for_cuda
 from ..config import bamboo_config
 from ..devices.streams import use_accelerator
@@ -67,7 +67,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         block = bamboo_config(config)
         assert block is not None
         settings = job.channel.settings.of_script(block)
-        exact = settings.redundancy.steps_to_check(get_accelerator().device_name())
+        exact = settings.redundancy.steps_to_check()
         check_config(config)
         check_schedule()
         self._replacements = replacements = Replacements(type(self))
@@ -80,7 +80,8 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         if kwargs.get("optimizer") is None:
             check_named_optimizer(config, copied)
         check_hooks(module)
-        built(module, module.stage_id)
+        with job.session.among_nobody(INSTALLER):
+            built(module, module.stage_id)
         with job.session.through_host():  # the epoch ends when all engines are built, and its communicators with it
             super().__init__(*args, **kwargs)
         if self.has_moe_layers:

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 import torch
 from torch import nn
 
+from ..bare import bare
 from ..devices.accelerators import HOST, page_locked, release_page_locked
 
 
@@ -37,7 +38,7 @@ class BufferPool:
         """Return buffers to the pool, after which the caller must not use them."""
         with self._lock:
             for buffer in buffers:
-                self._free[buffer.numel(), pinned].append(buffer)
+                self._free[bare(buffer).numel(), pinned].append(buffer)
 
     def trim(self) -> None:
         """Free the memory that is not in use."""
@@ -73,7 +74,7 @@ class HostCopy:
         self._structure = structure.getvalue()
         self._tensors, self._pool = pickler.copies, pool
         self._buffers = pickler.buffers
-        self.nbytes = sum(t.numel() * t.element_size() for t in self._tensors if t.layout is torch.strided)
+        self.nbytes = sum(bare(t).numel() * bare(t).element_size() for t in self._tensors if t.layout is torch.strided)
 
     def state(self) -> Any:
         """The state with the copied tensors."""
@@ -116,7 +117,7 @@ class _Pickler(pickle.Pickler):
         return _tensor, (self._known[identity],)
 
     def _copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        plain = tensor.detach()
+        plain = bare(tensor)
         if plain.device.type == "meta":
             return plain
         if self._pool is None or type(plain) is not torch.Tensor or not _simple(plain):
@@ -125,7 +126,7 @@ class _Pickler(pickle.Pickler):
             pinned = plain.device.type != HOST.type
             buffer = self._pool.take(plain.numel() * plain.element_size(), pinned)
             self.buffers.setdefault(pinned, []).append(buffer)
-            copied = buffer.view(plain.dtype).view(plain.shape)
+            copied = bare(buffer).view(plain.dtype).view(plain.shape)
             copied.copy_(plain)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(copied, requires_grad=tensor.requires_grad)
@@ -143,18 +144,17 @@ class _Unpickler(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _simple(tensor: torch.Tensor) -> bool:
-    """Whether the bytes of ``tensor`` are its elements, one after the other."""
-    ordinary = (
-        tensor.layout is torch.strided and not tensor.is_quantized and not tensor.is_conj() and not tensor.is_neg()
-    )
-    return ordinary and tensor.numel() > 0 and tensor.is_contiguous()
+def _simple(plain: torch.Tensor) -> bool:
+    """Whether the bytes of a bare tensor are its elements, one after the other."""
+    ordinary = plain.layout is torch.strided and not plain.is_quantized and not plain.is_conj() and not plain.is_neg()
+    return ordinary and plain.numel() > 0 and plain.is_contiguous()
 
 
 def _identity(tensor: torch.Tensor) -> Any:
     """Equal for tensors that show the same elements in the same way."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta" or not tensor.numel():
+    plain = bare(tensor)
+    if plain.layout is not torch.strided or plain.device.type == "meta" or not plain.numel():
         return id(tensor)
-    place = (tensor.device, tensor.untyped_storage().data_ptr(), tensor.storage_offset())
-    view = (tensor.shape, tensor.stride(), tensor.dtype, tensor.is_conj(), tensor.is_neg())
+    place = (plain.device, plain.untyped_storage().data_ptr(), plain.storage_offset())
+    view = (plain.shape, plain.stride(), plain.dtype, plain.is_conj(), plain.is_neg())
     return (*place, *view, type(tensor), tensor.requires_grad)

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...errors import UnsupportedError
 from ..c10d import dist, registry
 from ..epoch import Epoch
@@ -107,7 +108,7 @@ def alone(
             _copy(output, shares[1][rank])
     if each and collective.reduces and getattr(options, "rootRank", rank) == rank:
         for tensor in written:  # equal shares, in whatever order
-            _copy(tensor, combined([tensor.detach()] * size, range(size), options.reduceOp))
+            _copy(tensor, combined([bare(tensor)] * size, range(size), options.reduceOp))
     return CompletedWork(written)
 
 
@@ -173,14 +174,14 @@ class Adapter:
         return Several([(work, None) for work, _ in pending]), finish
 
     def _reduce_share(self, output: torch.Tensor, row: Tensors, options: Any) -> tuple[Any, Callable[[], None]]:
-        whole = torch.cat([share.reshape(-1) for share in row])
+        whole = torch.cat([bare(share).reshape(-1) for share in row])
         work, reduce = self._allreduce([whole], _options(registry.AllreduceOptions(), options))
 
         def finish() -> None:
             if reduce is not None:
                 reduce()
-            start = sum(share.numel() for share in row[: self._rank])
-            _copy(output, whole[start : start + output.numel()])
+            start = sum(bare(share).numel() for share in row[: self._rank])
+            _copy(output, whole[start : start + bare(output).numel()])
 
         return work, finish
 
@@ -192,7 +193,7 @@ class Adapter:
 
         def divide() -> None:
             for tensor in tensors:
-                tensor.div_(len(self._hosts))
+                bare(tensor).div_(len(self._hosts))
 
         return divide
 
@@ -215,12 +216,12 @@ class Adapter:
             )
 
         def reduce() -> None:
-            flat = torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+            flat = torch.cat([bare(tensor).reshape(-1) for tensor in tensors])
             gather = lambda begin, end: self._shares(flat[begin:end])  # noqa: E731
             total = reduced(flat, len(self._hosts), options.reduceOp, self._order, gather)
             if wanted:
                 for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
-                    _copy(tensor.detach(), found)
+                    _copy(bare(tensor), found)
 
         return Several([]), reduce
 
@@ -244,9 +245,9 @@ class Adapter:
             return Several([]), None
         root, ((output, row),) = self._hosts[options.rootRank], shares
         if root == self._me:
-            whole = torch.stack([share.reshape(output.shape) for share in row])
+            whole = torch.stack([bare(share).reshape(output.shape) for share in row])
         else:
-            whole = output.new_empty((len(self._hosts), *output.shape))
+            whole = bare(output).new_empty((len(self._hosts), *output.shape))
         broadcast = _options(registry.BroadcastOptions(), options)
         broadcast.rootRank = root
         return self._inner.broadcast([whole], broadcast), lambda: _copy(output, whole[self._rank])
@@ -280,11 +281,11 @@ class Adapter:
     def _alltoall(self, shares: tuple[Tensors, Tensors], options: Any) -> Pending:
         """Output j is what the host of rank j sends to our rank. All shares must have one size."""
         outputs, inputs = shares
-        if len({share.numel() for share in (*inputs, *outputs)}) != 1:
+        if len({bare(share).numel() for share in (*inputs, *outputs)}) != 1:
             raise UnsupportedError(
                 "all_to_all with shares of different sizes is not supported while roles of the group share a member"
             )
-        whole = torch.stack([share.reshape(-1) for share in inputs])
+        whole = torch.stack([bare(share).reshape(-1) for share in inputs])
         everyone = self._room_for(whole)
 
         def finish() -> None:
@@ -303,7 +304,7 @@ def _together(pending: Iterable[Pending]) -> Pending:
 
 
 def _copy(output: torch.Tensor, value: torch.Tensor) -> None:
-    output.copy_(value.view_as(output))
+    bare(output).copy_(value.view_as(output))
 
 
 def _options(target: Any, source: Any) -> Any:

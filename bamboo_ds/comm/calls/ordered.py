@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...devices.accelerators import HOST, accelerator
 from ...errors import UnsupportedError
 from ..c10d import registry
@@ -66,7 +67,7 @@ class Ordered:
             raise UnsupportedError("reductions of sparse tensors are not supported: reduce dense ones")
         whole = tensors[0].detach()
         in_place = wanted and len(tensors) == 1 and whole.is_contiguous()
-        flat = whole.view(-1) if in_place else torch.cat([tensor.detach().reshape(-1) for tensor in tensors])
+        flat = whole.view(-1) if in_place else torch.cat([bare(tensor).reshape(-1) for tensor in tensors])
         for begin, end, ranks in by_rank(self._size, flat.numel(), flat.element_size()):
             length = -(-(end - begin) // self._size)
             given = flat.new_zeros(length * self._size)
@@ -77,14 +78,14 @@ class Ordered:
             self._do(self._inner._allgather_base(given, part, gather))
             flat[begin:end] = given[: end - begin]
         if wanted and not in_place:
-            for tensor, found in zip(tensors, flat.split([tensor.numel() for tensor in tensors]), strict=True):
-                tensor.detach().copy_(found.view_as(tensor))
+            for tensor, found in zip(tensors, flat.split([bare(tensor).numel() for tensor in tensors]), strict=True):
+                bare(tensor).copy_(found.view_as(tensor))
 
     def _scatter(self, output: torch.Tensor, row: Sequence[torch.Tensor], operator: Any, timeout: timedelta) -> None:
-        given = torch.cat([share.detach().reshape(-1) for share in row])
-        sizes = [share.numel() for share in row]
+        given = torch.cat([bare(share).reshape(-1) for share in row])
+        sizes = [bare(share).numel() for share in row]
         part = self._exchange(given, sizes, operator, range(self._size), timeout)
-        output.detach().copy_(part.view_as(output))
+        bare(output).copy_(part.view_as(output))
 
     def _exchange(
         self, given: torch.Tensor, sizes: list[int], operator: Any, ranks: Sequence[int], timeout: timedelta

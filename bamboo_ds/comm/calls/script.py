@@ -28,6 +28,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 
+from ...bare import bare
 from ...errors import EpochChanged, ProtocolError
 from ...topology import Plan
 from ..c10d import dist
@@ -273,7 +274,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._script, self._handle = script, handle
         self._collective, self._arguments = collective, arguments
         changed = collective.written(arguments) if collective.in_place else []
-        self._passed = [(tensor, tensor.detach().clone()) for tensor in changed]
+        self._passed = [(tensor, bare(tensor).clone()) for tensor in changed]
         self._epoch: Epoch | None = None
         self._work: Any = None
         self._members: tuple[str, ...] = ()
@@ -289,7 +290,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
             return
         epoch = self._script.session.current
         for tensor, passed in self._passed:
-            tensor.detach().copy_(passed)
+            bare(tensor).copy_(passed)
         self._issue(epoch)
         self._epoch = epoch
 

@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 import torch
 
+from ...bare import bare
+
 Tensors = Sequence[torch.Tensor]
 #: An output for each rank, and what this rank gives; or an output, and what this rank gives to each.
 Gathered = Iterable[tuple[Tensors, torch.Tensor]]
@@ -92,11 +94,11 @@ def _optional_inputs(size: int, outputs: Tensors, inputs: Sequence[Tensors]) -> 
 
 
 def _cut_output(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Gathered:
-    return [(output.view(size, -1).unbind(), tensor.reshape(-1))]
+    return [(bare(output).view(size, -1).unbind(), bare(tensor).reshape(-1))]
 
 
 def _cut_input(size: int, output: torch.Tensor, tensor: torch.Tensor) -> Scattered:
-    return [(output, tensor.reshape(size, -1).unbind())]
+    return [(output, bare(tensor).reshape(size, -1).unbind())]
 
 
 def _several(form: Callable[..., Any]) -> Callable[..., Any]:
@@ -113,8 +115,8 @@ def _two_rows(size: int, outputs: Tensors, inputs: Tensors) -> tuple[Tensors, Te
 def _cut_both(
     size: int, output: torch.Tensor, tensor: torch.Tensor, output_splits: Sequence[int], input_splits: Sequence[int]
 ) -> tuple[Tensors, Tensors]:
-    received = output.split(list(output_splits) or [output.size(0) // size] * size)
-    return received, tensor.split(list(input_splits) or [tensor.size(0) // size] * size)
+    received = bare(output).split(list(output_splits) or [bare(output).size(0) // size] * size)
+    return received, bare(tensor).split(list(input_splits) or [bare(tensor).size(0) // size] * size)
 
 
 def _nothing(size: int) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...state import Tree, join, split
 from ..stage.attributes import packed
 from ..stage.clones import kept_by, load_optimizer, put_kept
@@ -37,7 +38,7 @@ def save_kept(runtime: StageRuntime, folder: str | Path, rank: int, save: Callab
     count = runtime.layers.changes.count
     if numbers or made or kept or count:
         text, tensors = split({"numbers": numbers, "tensors": made, "attributes": kept, "changes": count})
-        save({"kept": text, "tensors": [tensor.cpu() for tensor in tensors]}, file_of(folder, rank))
+        save({"kept": text, "tensors": [bare(tensor).cpu() for tensor in tensors]}, file_of(folder, rank))
 
 
 def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:

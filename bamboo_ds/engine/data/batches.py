@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
+from ...bare import bare
 from ...comm.transport import Lane, Payload, Transport
 from ...errors import ProtocolError, UnsupportedError
 from ...state import join, split
@@ -69,7 +70,7 @@ def digest(value: Any, crc: int = 0) -> int:
 
 def _copied(batch: Any) -> Any:
     """``batch`` with tensors of its own."""
-    return tree_map_only(torch.Tensor, lambda tensor: tensor.detach().clone(), batch)
+    return tree_map_only(torch.Tensor, lambda tensor: bare(tensor).clone(), batch)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,8 @@ class PipelineBatches:
     A *source* has an iterator and draws from it; any other member that computes or shadows an end of the pipeline
     receives what it needs from a source. Where the ends of the pipeline are apart (:mod:`~bamboo_ds.topology.sources`)
     a source takes only the part of its own end from its iterator. What was drawn or received is kept until :meth:`end`,
-    so a takeover never draws again: each sample is consumed once.
+    so a takeover never draws again: each sample is consumed once. A draw that ends in the middle, by an error of what
+    processes batches, goes on from what the iterator has given.
 
     Args:
         for_script: iterators and what processes their batches run in it.
@@ -123,6 +125,7 @@ class PipelineBatches:
         self._source = Source()
         self._apart = False
         self._drawn: list[Any] = []
+        self._given: list[Any] = []  # by the iterator, and not processed yet: one at most
         self._digest = 0
         self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
         self._transport: Transport | None = None
@@ -188,11 +191,14 @@ class PipelineBatches:
             source = self._source
             assert source.iterator is not None
             with self._for_script():
-                batch = next(source.iterator)
+                if not self._given:
+                    self._given.append(next(source.iterator))
+                batch = self._given[0]
                 if source.process is not None:
                     batch = source.process(batch)
             # The iterator may fill the same tensors again: DeepSpeed copies what it loads, too.
             self._drawn.append(_copied(batch))
+            self._given.clear()
             if not source.shared:
                 seen = batch if source.whole or not isinstance(batch, (list, tuple)) else batch[: len(PARTS)]
                 self._digest = digest(seen, self._digest)

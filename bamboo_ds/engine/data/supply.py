@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 
+from ...comm.attachment import DRAW
 from ...comm.transport import Lane
 from ...errors import EpochChanged, UnsupportedError
 from ...observe.event_base import Consumed
@@ -262,7 +263,7 @@ class BatchSupply(InContext):
 @contextmanager
 def reading(context: EngineContext) -> Iterator[None]:
     """In the body the script draws batches, as between two of its calls and without other ranks."""
-    with context.binding.for_script(), context.groups.alone():
+    with context.binding.for_script(), context.groups.alone(DRAW):
         yield
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...comm.transport import Lane, Payload, Staged
 from ...errors import ProtocolError
 from ...schedule import Hosts
@@ -163,5 +164,5 @@ def as_leaves(payload: Payload) -> Any:
     if payload is None:
         raise ProtocolError("a message of activations carries no tensor")
     if torch.is_tensor(payload):
-        return payload.detach().requires_grad_(payload.is_floating_point())
-    return tuple(t.detach().requires_grad_(t.is_floating_point()) for t in payload)
+        return bare(payload).requires_grad_(bare(payload).is_floating_point())
+    return tuple(bare(t).requires_grad_(bare(t).is_floating_point()) for t in payload)

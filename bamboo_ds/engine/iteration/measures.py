@@ -12,6 +12,7 @@ from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from ...bare import bare
 from ...control.registry.records import DeviceRecord
 from ...devices import staging
 from ...devices.accelerators import HOST, accelerator, numbered
@@ -124,7 +125,7 @@ def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool, par
     )
     counts = [0, 0]
     for parameter in ds.module.parameters():
-        counts[not parameter.requires_grad] += parameter.numel()
+        counts[not parameter.requires_grad] += bare(parameter).numel()
     return state.of(*counts)
 
 

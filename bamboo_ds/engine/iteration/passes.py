@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...comm.transport import Payload
 from ...errors import ProtocolError
 from ...topology import LONG_S, Role
@@ -149,7 +150,7 @@ class Passes(InContext):
                 if self.measures.times.on:
                     self.measures.times.backward(runtime.role, part.begin, part.end, time.perf_counter() - began)
         if last:
-            self.ds.loss = self.ds.loss.detach()
+            self.ds.loss = bare(self.ds.loss)
         buffers = self.ds.pipe_buffers
         # DeepSpeed frees the outputs of inner stages only.
         buffers["outputs"][buffer_id] = None
@@ -177,7 +178,7 @@ class Passes(InContext):
 
 def _detached(value: Any) -> Payload:
     """A tensor or a tuple of tensors without its graph."""
-    return value.detach() if torch.is_tensor(value) else tuple(t.detach() for t in value)
+    return bare(value) if torch.is_tensor(value) else tuple(bare(t) for t in value)
 
 
 def _differentiable(outputs: Any) -> bool:
@@ -187,7 +188,7 @@ def _differentiable(outputs: Any) -> bool:
 
 def _input_gradients(inputs: Any) -> Payload:
     tensors = (inputs,) if torch.is_tensor(inputs) else inputs
-    floating = [t for t in tensors if t.is_floating_point()]
+    floating = [t for t in tensors if bare(t).is_floating_point()]
     gradients = tuple(t.grad for t in floating if t.grad is not None)
     if len(gradients) < len(floating):
         raise RuntimeError(

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed.runtime.activation_checkpointing import checkpointing
 
+from ...bare import bare
 from ...devices.accelerators import HOST, accelerator, room
 from ..stage.runtime import StageRuntime
 
@@ -53,12 +54,12 @@ def counting_saved_bytes(runtime: StageRuntime, micro_batch: int) -> Iterator[No
     inputs.
     """
     module: Any = runtime.module
-    seen = {p.untyped_storage().data_ptr() for p in module.parameters()}
+    seen = {bare(p).untyped_storage().data_ptr() for p in module.parameters()}
     checkpoint, saved = module.activation_checkpoint_func, runtime.share.part.saved
     saved[micro_batch] = 0
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
+        storage = bare(tensor).untyped_storage()
         if storage.data_ptr() not in seen:
             seen.add(storage.data_ptr())
             saved[micro_batch] += storage.nbytes()

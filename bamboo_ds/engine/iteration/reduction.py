@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from deepspeed import comm as dist
 
+from ...bare import bare
 from ..context.shared import InContext
 from ..replicas.refusals import check_gradients
 from ..stage.runtime import StageRuntime
@@ -115,4 +116,4 @@ class Reduction(InContext):
         """Mean loss and mean additional losses of the bound role's pipeline, as float64."""
         found = [self.ds.total_loss, *(self.ds.total_additional_losses or {}).values()]
         scaled = [self.ds.scaled_by_micro_batches(x) for x in found]
-        return torch.stack([x.detach().reshape(()).double().cpu() for x in scaled])
+        return torch.stack([bare(x).reshape(()).double().cpu() for x in scaled])

@@ -75,7 +75,7 @@ class Steps(InContext):
             found, rank = self.progress.agreed, self.layout.rank(runtime.role)
             answer = Answers(self.layout, rank, found.overflow, found.squares, runtime.optimizer.sums)
         else:
-            answer = Refusal(runtime.optimizer.inner)
+            answer = Refusal.in_steps(runtime.optimizer.inner)
         return self.groups.acting_for(runtime.role, answer)
 
     def _apply_reduced(self, runtime: StageRuntime) -> None:

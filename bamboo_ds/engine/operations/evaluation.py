@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...observe.spans import Kind
 from ...schedule import RoleProgress
 from ...state import Tree
@@ -168,7 +169,7 @@ class Evaluation(InContext):
                     self.ds.fwd_outputs, reduce=self._reduce, reduce_dp=False, micro_batches=self._micro_batches
                 )
                 self._losses[runtime.role.pipeline] = reduced
-                if torch.is_tensor(reduced) and reduced.numel() == 1:
+                if torch.is_tensor(reduced) and bare(reduced).numel() == 1:
                     vector[runtime.role.pipeline] = float(reduced)
         self.supply.complete(self._micro_batches)
         self.epoch.transport.drain()

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
 from ...schedule import RoleProgress
 from ...topology import Role
 from ..checkpoints.saving import Saves
@@ -20,12 +19,18 @@ from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..script.changes import unchanged, without_process
+from ..stage.answers import Refusal
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import content_checksum
 
 logger = logging.getLogger("bamboo_ds")
 
 Visit = Callable[[Any], Any]
+
+_REFUSAL = Refusal(
+    "the function given to bamboo_ds.for_each_stage",
+    "members compute different numbers of stages, so call collectives before or after it",
+)
 
 
 @dataclass(eq=False)
@@ -86,7 +91,7 @@ class StageVisits(InContext):
     def _call(self, runtime: StageRuntime) -> Any:
         with (
             self.binding.bound(runtime),
-            self.groups.acting_for(runtime.role, _refuse),
+            self.groups.acting_for(runtime.role, _REFUSAL),
             unchanged("the function given to bamboo_ds.for_each_stage", runtime.layers, content_checksum),
         ):
             return self._visit(self.ds.engine)
@@ -103,10 +108,3 @@ class StageVisits(InContext):
         self.history.add("visit", True)
         self.saves.poll()
         self.copies.advance(stepped=False)
-
-
-def _refuse(ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-    raise UnsupportedError(
-        f"the function given to bamboo_ds.for_each_stage calls a collective, {operation} over ranks {list(ranks)}. "
-        "Members compute different numbers of stages, so call collectives before or after it"
-    )

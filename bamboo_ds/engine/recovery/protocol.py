@@ -6,6 +6,7 @@ import logging
 import time
 from dataclasses import dataclass, field, replace
 
+from ...comm.attachment import LISTENER
 from ...comm.calls.script import ScriptCollectives
 from ...errors import FatalLoss
 from ...observe.spans import Kind
@@ -103,7 +104,7 @@ class RecoveryProtocol(InContext):
         self.progress.recovery = recovery.after(self.progress.recovery)
         self.announcements.tell_again()
         listener = unchanged("a listener of bamboo_ds.on_plan_change", self.binding.local.layers, count_of)
-        with self.binding.for_script(), listener:
+        with self.binding.for_script(), self.groups.alone(LISTENER), listener:
             plan_change.tell(plan, self.epoch.member)
         return decision
 

@@ -14,6 +14,8 @@ from deepspeed.runtime.utils import is_model_parallel_parameter
 from deepspeed.utils.timer import NoopTimer
 from torch import nn
 
+from ...bare import bare
+from ...comm.attachment import INSTALLER
 from ...devices import staging
 from ...devices.accelerators import HOST, on_host
 from ...errors import ProtocolError
@@ -208,7 +210,7 @@ class StageBuilder(InContext):
         self.binding.refresh()
         text, tensors = split(capture(source))
         # An optimizer keeps the tensors of a state that it loads.
-        runtime = self.build(role, join(text, [t.clone() for t in tensors]), source.pristine)
+        runtime = self.build(role, join(text, [bare(t).clone() for t in tensors]), source.pristine)
         if source.results.reduced is not None:
             reduced = [gradient.clone() for gradient in source.results.reduced]
             runtime.results = Results(reduced=reduced, measured=source.results.measured)
@@ -249,7 +251,7 @@ class StageBuilder(InContext):
         """Give the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
         ds, local = self.ds, self.binding.local
         module = build_stage_module(local.module, runtime.role.stage, runtime.device(ds.device))
-        with left_alone(ds.device):
+        with left_alone(ds.device), self.groups.alone(INSTALLER):
             built(module, runtime.role.stage)
         module._grid, module.global_rank = ds.grid, ds.global_rank
         ds.put_module(module)

@@ -25,6 +25,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...comm.bulk.copying import Fetch
 from ...comm.bulk.offers import Offers
 from ...state import Tree, join, split
@@ -163,7 +164,7 @@ class Snapshots:
         sequence, within = snapshot.moment
         told = {"sequence": sequence, "within": within, "begins": snapshot.begins, "state": snapshot.state}
         text, tensors = split(told)
-        self._offers.offer(key, text, [t.detach().to("cpu", copy=True).contiguous() for t in tensors])
+        self._offers.offer(key, text, [bare(t).to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]
 

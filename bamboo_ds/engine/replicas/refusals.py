@@ -142,6 +142,12 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
     """
     if optimizer is None:  # the engine only evaluates
         return
+    if copied and isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} is a torch.optim.Optimizer whose constructor was never called, as in "
+            "wrappers around another optimizer: copies of a stage cannot have it, and torch cannot tell its state. Call "
+            "super().__init__(params, defaults) in its constructor, and keep all state in `self.state`"
+        )
     check_step(optimizer)
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.")]
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")

@@ -13,6 +13,7 @@ from deepspeed.runtime.pipe.module import LayerSpec
 from deepspeed.runtime.utils import is_model_parallel_parameter
 from torch import nn
 
+from ...bare import bare
 from ...errors import ProtocolError, UnsupportedError
 from ...state import SCALARS, Tree
 from ..stage.references import Rebinding
@@ -210,7 +211,7 @@ def capture(runtime: StageRuntime) -> Tree:
         "names": [name for name, _ in runtime.module.named_parameters()],
         "trains": runtime.trains(),
         "sliced": [n for n, p in runtime.module.named_parameters() if is_model_parallel_parameter(p)],
-        "parameters": [p.detach() for p in runtime.module.parameters()],
+        "parameters": [bare(p) for p in runtime.module.parameters()],
         "layers": runtime.share.first_layers or runtime.layers.capture(whole=True),
         "began": runtime.layers.began,
         "optimizer": runtime.optimizer.capture(),
@@ -235,7 +236,7 @@ def restore(runtime: StageRuntime, state: Tree) -> None:
                     f"parameter {name} of stage {runtime.role.stage} has shape {tuple(source.shape)} on its owner, and "
                     f"{tuple(target.shape)} where a copy of the stage is built: do all members build the same model?"
                 )
-            target.copy_(source)
+            bare(target).copy_(source)
     runtime.layers.began = state["began"]
     runtime.layers.restore(state["layers"])
     runtime.layers.tensors.settle()

@@ -202,7 +202,7 @@ def _check(place: str, changed: Mapping[str, Any]) -> None:
         treatment = known.get(name, FOLLOWED)
         if place == _BASIC and not (isinstance(value, types.FunctionType) or _plain(value)):
             treatment = Treatment("refused", "keep in the optimizer's attributes numbers, text and functions only")
-        if treatment is FOLLOWED and isinstance(value, nn.Module) and any(True for _ in value.parameters()):
+        if treatment is FOLLOWED and isinstance(value, nn.Module) and any(True for _ in nn.Module.parameters(value)):
             treatment = Treatment("refused", "its parameters are in no optimizer: give it to the PipelineModule before")
         if treatment.cure:
             raise UnsupportedError(
@@ -290,7 +290,7 @@ def describe(value: Any, depth: int = _DEPTH) -> str:
     if isinstance(value, SCALARS) or not depth:
         return repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     if torch.is_tensor(value):
-        return f"tensor {tuple(value.shape)} {content_checksum(value.detach()):08x}"
+        return f"tensor {tuple(value.shape)} {content_checksum(value):08x}"
     if inspect.isfunction(value):
         return f"{value.__module__}.{value.__qualname__}, line {value.__code__.co_firstlineno}"
     if inspect.ismethod(value):

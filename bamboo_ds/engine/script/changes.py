@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...errors import UnsupportedError
 from ...state import Tree
 from ...topology import Plan, Role
@@ -284,7 +285,7 @@ def count_of(tensor: torch.Tensor) -> tuple[int, int]:
 
 def _count(tensor: torch.Tensor) -> int:
     """Of changes; tensors of inference mode do not count them, and cannot be changed outside of it."""
-    return 0 if tensor.is_inference() else tensor._version
+    return 0 if bare(tensor).is_inference() else tensor._version
 
 
 def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:

@@ -5,12 +5,16 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import distributed as dist
 
+from ...bare import bare
 from ...comm.attachment import Answer
+from ...comm.calls.collectives import alone
+from ...comm.calls.table import COLLECTIVES
 from ...errors import ProtocolError, UnsupportedError
 from ...topology import Layout
 from ...topology.roles import groups_like
@@ -44,12 +48,13 @@ class Answers:
             return  # all-gathers of parameters; the shards are exchanged after the step
         (tensor,), options = arguments
         if options.reduceOp == dist.ReduceOp.MAX:
-            tensor.fill_(float(self._overflow))
+            bare(tensor).fill_(float(self._overflow))
             return
         norm = self._done // self._sums
-        if tensor.numel() != 1 or norm >= len(self._norms):
+        numbers = bare(tensor).numel()
+        if numbers != 1 or norm >= len(self._norms):
             raise ProtocolError(
-                f"the optimizer's step reduces {tensor.numel()} numbers over ranks {list(ranks)}, which is not foreseen"
+                f"the optimizer's step reduces {numbers} numbers over ranks {list(ranks)}, which is not foreseen"
             )
         self._done += 1
         values, sums = self._norms[norm], dict[tuple[int, ...], torch.Tensor]()
@@ -58,7 +63,7 @@ class Answers:
             if group not in sums:
                 sums[group] = in_ring_order([values[each] for each in group])
         self._norms[norm] = [sums[group] for group in groups]
-        tensor.fill_(float(sums[groups[self._rank]]))
+        bare(tensor).fill_(float(sums[groups[self._rank]]))
 
 
 class Recorder:
@@ -76,24 +81,34 @@ class Recorder:
         self.values.append(float(arguments[0][0]))
 
 
+@dataclass(frozen=True)
 class Refusal:
-    """Refuses collectives of which the commit knows nothing: those that a torch optimizer or a scheduler makes itself.
+    """Refuses the collectives of code of the script that runs for one stage after the other, alone.
 
-    Args:
-        optimizer: the one that steps.
+    In a group of one rank they need nobody else, and are computed.
+
+    Attributes:
+        who: calls them, for errors.
+        cure: why not, and what to do instead.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = type(optimizer).__name__
+    who: str
+    cure: str
+
+    @classmethod
+    def in_steps(cls, optimizer: torch.optim.Optimizer) -> Refusal:
+        """Of collectives of which the commit knows nothing: those that ``optimizer`` or a scheduler makes itself."""
+        return cls(
+            f"optimizer {type(optimizer).__name__} (or its hook, or its scheduler), in its step,",
+            "replicas step alone, also after a loss, and cannot take part: use an optimizer whose step needs only the "
+            "averaged gradients, and make collectives of your own between iterations",
+        )
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
         """Take the place of ``operation`` on a group of ``ranks``."""
-        raise UnsupportedError(
-            f"optimizer {self._optimizer} (or its hook, or its scheduler) calls a collective, {operation} over ranks "
-            f"{list(ranks)}, in its step. Replicas step alone, also after a loss, and cannot take part: use an "
-            "optimizer whose step needs only the averaged gradients, and make collectives of your own between "
-            "iterations"
-        )
+        if len(ranks) > 1:
+            raise UnsupportedError(f"{self.who} calls a collective, {operation} over ranks {list(ranks)}: {self.cure}")
+        alone(COLLECTIVES[operation], arguments, 0, 1)
 
 
 @contextmanager
@@ -113,11 +128,11 @@ def stepping_alone(
     own = vars(optimizer).get("step")
 
     @functools.wraps(optimizer.step)
-    def alone(*args: Any, **kwargs: Any) -> Any:
-        with answering(Refusal(optimizer)):
+    def refusing(*args: Any, **kwargs: Any) -> Any:
+        with answering(Refusal.in_steps(optimizer)):
             return step(*args, **kwargs)
 
-    optimizer.step = alone  # type: ignore[method-assign]
+    optimizer.step = refusing  # type: ignore[method-assign]
     try:
         yield
     finally:

@@ -16,6 +16,7 @@ import numpy
 import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
+from ...bare import bare
 from ...comm.wire import DTYPES, as_bytes
 from ...state import ARRAYS, SCALARS, Tree
 
@@ -155,7 +156,7 @@ class Mark:
 
 def _writes(leaf: Any) -> int:
     """How often torch has counted that ``leaf`` was written; what inference mode makes is not counted."""
-    return 0 if type(leaf) is not torch.Tensor or leaf.is_inference() else leaf._version
+    return 0 if type(leaf) is not torch.Tensor or bare(leaf).is_inference() else leaf._version
 
 
 def _apart(value: Any) -> tuple[str, list[Any]]:
@@ -176,7 +177,7 @@ def packed(found: Plain) -> Tree:
 
     def detached(leaf: Any) -> Any:
         if id(leaf) not in known:
-            known[id(leaf)] = leaf.detach() if torch.is_tensor(leaf) else leaf
+            known[id(leaf)] = bare(leaf) if torch.is_tensor(leaf) else leaf
         return known[id(leaf)]
 
     def packet(value: Any) -> Tree:
@@ -198,7 +199,7 @@ def _unpacked(packet: Tree, device: torch.device, copies: dict[int, Any]) -> Any
         if id(leaf) not in copies:
             on = device if place == device.type else torch.device(place)
             # The original is kept, so that no other one gets its id.
-            copies[id(leaf)] = leaf, leaf.to(on, copy=True) if torch.is_tensor(leaf) else leaf.copy()
+            copies[id(leaf)] = leaf, bare(leaf).to(on, copy=True) if torch.is_tensor(leaf) else leaf.copy()
         return copies[id(leaf)][1]
 
     return _mapped(packet["value"], copied)

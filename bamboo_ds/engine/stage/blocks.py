@@ -23,6 +23,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ...bare import bare
 from ...errors import UnsupportedError
 from ...topology import Layout
 from ...topology.roles import MOST_BLOCKS
@@ -82,12 +83,12 @@ class StageBlocks:
         """Parameters of the blocks from ``begin`` to before ``end``, in the order of the layers."""
         found: dict[int, nn.Parameter] = {}
         for layer in self._layers(begin, end):
-            found.update((id(parameter), parameter) for parameter in layer.parameters())
+            found.update((id(parameter), parameter) for parameter in nn.Module.parameters(layer))
         return list(found.values())
 
     def names(self, begin: int, end: int) -> set[str]:
         """Names in the stage of the modules of these blocks."""
-        mine = {id(part) for layer in self._layers(begin, end) for part in layer.modules()}
+        mine = {id(part) for layer in self._layers(begin, end) for part in nn.Module.modules(layer)}
         return {name for name, part in self.module.named_modules() if id(part) in mine}
 
     def joined(self) -> set[int]:
@@ -99,7 +100,7 @@ class StageBlocks:
         last: dict[int, int] = {}
         for block in range(self.count):
             for layer in self._layers(block, block + 1):
-                for each in (*layer.modules(), *layer.parameters(), *layer.buffers()):
+                for each in (*nn.Module.modules(layer), *nn.Module.parameters(layer), *nn.Module.buffers(layer)):
                     first.setdefault(id(each), block)
                     last[id(each)] = block
         return {cut for each, block in first.items() for cut in range(block + 1, last[each] + 1)}
@@ -233,8 +234,8 @@ class CutSearch:
         found = self._passed.setdefault(block, [False])
         found[0] = cuttable(value)
         if found[0]:
-            (floating,) = (each for each in tensors_in(value) if each.is_floating_point())
-            floating.register_hook(lambda gradient: found.append(gradient.is_contiguous()))
+            (floating,) = (each for each in tensors_in(value) if each.dtype.is_floating_point)
+            torch.Tensor.register_hook(floating, lambda gradient: found.append(gradient.is_contiguous()))
 
     @contextmanager
     def backward(self, device: torch.device) -> Iterator[None]:
@@ -270,7 +271,7 @@ def cuttable(value: Any) -> bool:
     tensors = (value,) if torch.is_tensor(value) else value
     if not isinstance(tensors, tuple) or not all(torch.is_tensor(each) for each in tensors):
         return False
-    if not all(each.is_contiguous() for each in tensors):
+    if not all(bare(each).is_contiguous() for each in tensors):
         return False  # what is sent is, and kernels may round differently
-    floating = [each for each in tensors if each.is_floating_point()]
+    floating = [each for each in tensors if each.dtype.is_floating_point]
     return len(floating) == 1 and [each for each in tensors if each.requires_grad] == floating

@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.optim import optimizer as torch_optimizers
 
+from ...bare import bare
 from ...devices import staging
 from ...devices.accelerators import HOST
 from ...devices.staging import StreamMark, Streams
@@ -74,7 +75,7 @@ class _Piece:
     @property
     def size(self) -> int:
         """Elements."""
-        return (self.parameter.numel() if self.end is None else self.end) - self.begin
+        return (bare(self.parameter).numel() if self.end is None else self.end) - self.begin
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
         """The part of a tensor that is as large as the parameter."""
@@ -83,7 +84,7 @@ class _Piece:
     def tensors(self) -> dict[str, torch.Tensor]:
         """What goes to the device, by names in the state."""
         assert self.parameter.grad is not None
-        whole = {_PARAMETER: self.parameter.detach(), _GRADIENT: self.parameter.grad.detach()}
+        whole = {_PARAMETER: bare(self.parameter), _GRADIENT: self.parameter.grad.detach()}
         whole.update((name, value) for name, value in self.state.items() if _is_like(self.parameter, name, value))
         return {name: self.of(tensor) for name, tensor in whole.items()}
 
@@ -149,8 +150,8 @@ class ChunkedStep:
 
     def _pieces(self, parameter: torch.Tensor) -> Iterator[_Piece]:
         whole = _Piece(parameter, dict(self.optimizer.state.get(parameter, {})))
-        count = parameter.numel()
-        if count <= self.chunk or not all(tensor.is_contiguous() for tensor in whole.tensors().values()):
+        count = bare(parameter).numel()
+        if count <= self.chunk or not all(bare(tensor).is_contiguous() for tensor in whole.tensors().values()):
             yield whole
             return
         for begin in range(0, count, self.chunk):
@@ -182,8 +183,8 @@ class ChunkedStep:
         twin.step()
         sources, targets = [], []
         for piece, parameter in zip(pieces, group["params"], strict=True):
-            sources.append(parameter.detach())
-            targets.append(piece.of(piece.parameter.detach()))
+            sources.append(bare(parameter))
+            targets.append(piece.of(bare(piece.parameter)))
             for name, value in twin.state.get(parameter, {}).items():
                 if not _is_like(parameter, name, value):
                     counts[piece.parameter][name] = value.to(HOST) if torch.is_tensor(value) else value

@@ -12,12 +12,13 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
+from ...bare import bare
 from ...errors import UnsupportedError
-from ...state import Tree
+from ...state import Tree, split
 from .portable import completed, travels
 
 #: What every optimizer has of its own, or gets anew when it is cloned.
-_OWN = {"state", "param_groups", "step"}
+OWN = {"state", "param_groups", "step"}
 #: What all optimizers of a process may share: compiled extensions, groups.
 _SHARED = (ModuleType, dist.ProcessGroup)
 
@@ -42,7 +43,7 @@ def clone_optimizer(
     clone = type(original).__new__(type(original))
     known: dict[int, Any] = {id(original): clone}
     for name, value in original.__dict__.items():
-        if name in _OWN:
+        if name in OWN:
             continue
         # Hooks are shared, also those that are registered later: they use the optimizer that they are passed.
         if not isinstance(value, _SHARED) and not (isinstance(value, OrderedDict) and "hooks" in name):
@@ -81,7 +82,7 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
             "it only what copy.deepcopy can copy"
         ) from error
     parameters = any(isinstance(each, nn.Parameter) for each in known.values())
-    if parameters or (torch.is_tensor(value) and value.numel() > 1):
+    if parameters or (torch.is_tensor(value) and bare(value).numel() > 1):
         raise UnsupportedError(
             f"optimizer {kind} keeps parameters in its attribute {name!r}: its replica would diverge. Use an optimizer "
             "that keeps all of its state in `state`"
@@ -93,7 +94,7 @@ def kept_by(optimizer: torch.optim.Optimizer | None) -> Tree:
     """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries."""
     if optimizer is None:
         return {}
-    return {n: v for n, v in vars(optimizer).items() if n not in _OWN and n != "defaults" and _plain(v)}
+    return {n: v for n, v in vars(optimizer).items() if n not in OWN and n != "defaults" and _plain(v)}
 
 
 def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
@@ -110,6 +111,25 @@ def _plain(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_plain, value))
     return travels(value) and not torch.is_tensor(value)
+
+
+def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
+    """Refuse state that no copy of a stage can be sent.
+
+    Args:
+        optimizer: whose it is.
+        given: its ``state_dict``.
+
+    Raises:
+        UnsupportedError: names the optimizer, and where in its state it has what.
+    """
+    try:
+        split(given)
+    except UnsupportedError as error:
+        raise UnsupportedError(
+            f"optimizer {type(optimizer).__name__} keeps in its state what copies of a stage cannot be sent, so that "
+            f"no loss would be survived: {error}"
+        ) from None
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:

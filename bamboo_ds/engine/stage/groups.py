@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
-from ...comm.attachment import Answer, slices_name
+from ...comm.attachment import DRAW, Alone, Answer, slices_name
 from ...comm.session import Session
 from ...topology import Layout, Role
 from .tied import ties
@@ -62,14 +61,9 @@ class RoleGroups:
         """The main thread begins or ends a pass. Layers that are whole call no collectives in it."""
         self._session.note_pass(passing and self.layout.slices == 1)
 
-    @contextmanager
-    def alone(self) -> Iterator[None]:
-        """In the body the script gives batches, and must not communicate; tensor slices read theirs together."""
-        self._session.note_draw(self.layout.slices == 1)
-        try:
-            yield
-        finally:
-            self._session.note_draw(False)
+    def alone(self, what: Alone) -> AbstractContextManager[None]:
+        """In the body ``what`` of the script runs, which must not communicate; tensor slices draw batches together."""
+        return nullcontext() if what is DRAW and self.layout.slices > 1 else self._session.among_nobody(what)
 
     def check(self) -> None:
         """Raise ``EpochChanged`` if the current epoch is aborted."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from ...bare import bare
 from ...errors import UnsupportedError
 from ...state import Tree, join, split
 from .attributes import PlainTensors, holds_tensors, packed
@@ -32,7 +33,7 @@ _LITTLE, _LITTLE_SHARE = 1 << 20, 0.05
 
 _NUMBERS = frozenset((bool, int, float, NoneType))
 #: Attributes that every layer has; whether it is in training mode is not the same on all members.
-_OF_ALL = frozenset(vars(nn.Module()))
+OF_ALL = frozenset(vars(nn.Module()))
 
 
 @dataclass
@@ -190,7 +191,7 @@ class Layers:
             count, names = self._names.get(path, (0, []))
             if count != len(attributes):
                 computed = _computed(attributes)
-                names = [name for name in attributes if name not in _OF_ALL and name not in computed]
+                names = [name for name in attributes if name not in OF_ALL and name not in computed]
                 self._names[path] = len(attributes), names
             yield path, attributes, names
 
@@ -231,13 +232,13 @@ class Layers:
         self._tell_objects()
         extra = self.extra()
         return {
-            "buffers": {name: buffer.detach() for name, buffer in self.buffers().items()},
+            "buffers": {name: bare(buffer) for name, buffer in self.buffers().items()},
             "extra": extra,
             "extra_on": {path: [tensor.device.type for tensor in split(value)[1]] for path, value in extra.items()},
             "numbers": newer(self.numbers(), self.began),
             "tensors": packed(self.tensors.now() if whole else self.tensors.changed()),
             "whole": whole,
-            "parameters": {n: self.parameters[n].detach() for n in sorted(parameters) if n in self.parameters},
+            "parameters": {n: bare(self.parameters[n]) for n in sorted(parameters) if n in self.parameters},
             "changes": [self.changes.count, self.changes.last],
         }
 
@@ -283,10 +284,10 @@ class Layers:
         for path, layer in self._extra:
             text, tensors = split(given["extra"][path])
             places = zip(tensors, given["extra_on"][path], strict=True)
-            layer.set_extra_state(join(text, [tensor.to(place) for tensor, place in places]))
+            layer.set_extra_state(join(text, [bare(tensor).to(place) for tensor, place in places]))
         with torch.no_grad():
             for name, value in given["parameters"].items():
-                self.parameters[name].copy_(value)
+                bare(self.parameters[name]).copy_(value)
         self.changes.follow(*given["changes"])
 
 
@@ -324,7 +325,7 @@ def newer(now: Numbers, before: Numbers) -> Numbers:
 def copied(tree: Tree) -> Tree:
     """A copy of ``tree`` with tensors of its own."""
     text, tensors = split(tree)
-    return join(text, [tensor.clone() for tensor in tensors])
+    return join(text, [bare(tensor).clone() for tensor in tensors])
 
 
 def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
@@ -340,7 +341,7 @@ def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
         for name, value in given.items():
             buffer = own.get(name)
             if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
-                buffer.copy_(value)
+                bare(buffer).copy_(value)
                 continue
             path, _, attribute = name.rpartition(".")
             holder = module.get_submodule(path)

@@ -22,12 +22,13 @@ from deepspeed.runtime.utils import (
     is_model_parallel_parameter,
 )
 
+from ...bare import bare
 from ...compat import forget_backward, loss_scaler
 from ...errors import ProtocolError
 from ...state import Tree
 from ...topology import Role
 from .answers import Recorder
-from .clones import kept_by, load_optimizer, put_kept
+from .clones import check_sendable, kept_by, load_optimizer, put_kept
 from .commit import Measured
 from .shares import Shares, all_reduce
 
@@ -73,7 +74,7 @@ def buckets(tensors: Tensors) -> Iterator[list[int]]:
             if tensor.dtype != dtype:
                 continue
             places.append(place)
-            elements += tensor.numel()
+            elements += bare(tensor).numel()
             if elements > MEMORY_OPT_ALLREDUCE_SIZE:
                 yield places
                 places, elements = [], 0
@@ -85,7 +86,7 @@ def laid_out(total: torch.Tensor | None, parameter: torch.nn.Parameter) -> torch
     """A sum as autograd has it: with the strides of the parameter, on which the order of a norm's additions depends."""
     if total is None:
         return None
-    if total.stride() == parameter.stride():
+    if total.stride() == bare(parameter).stride():
         return total.to(parameter.device)
     return torch.empty_like(parameter, dtype=total.dtype, requires_grad=False).copy_(total)
 
@@ -237,6 +238,7 @@ class StageOptimizer(ABC):
         masters = [master.detach() for master in self.masters()]
         with without_state_hooks(self.inner):
             inner = self.inner.state_dict()
+        check_sendable(self.inner, inner)
         return {"inner": inner, "attributes": kept_by(self.inner), "masters": masters, "scaler": self._scaler()}
 
     def restore(self, state: Tree) -> None:

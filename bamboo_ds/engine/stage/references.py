@@ -17,6 +17,8 @@ import torch
 from deepspeed.runtime.pipe.module import LayerSpec, TiedLayerSpec
 from torch import nn
 
+from ...bare import bare
+
 #: How far from a hook objects are looked at.
 DEPTH = 4
 
@@ -26,7 +28,7 @@ def reached(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Any]:
     if id(value) in seen or not depth or isinstance(value, (type, types.ModuleType, str, bytes)):
         return
     seen[id(value)] = value
-    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or (torch.is_tensor(value) and value.numel() > 1):
+    if isinstance(value, (nn.Module, torch.optim.Optimizer)) or (torch.is_tensor(value) and bare(value).numel() > 1):
         yield value
         return
     for child in _children(value):

@@ -129,7 +129,7 @@ class StageRuntime:
         """Make those parameters trainable that :meth:`trains` said are so elsewhere, and no others."""
         self.catch_up()  # a step goes by what was trainable in its iteration
         for parameter, trains in zip(self.module.parameters(), trained, strict=False):
-            parameter.requires_grad_(trains)
+            parameter.requires_grad = trains
             if not trains:
                 parameter.grad = None  # of redundant passes that did not know of it
 

@@ -20,6 +20,7 @@ from typing import Any, Protocol
 
 import torch
 
+from ...bare import bare
 from ...errors import UnsupportedError
 from ...state import Tree
 from .group_lists import compare_functions, fit, functions_of
@@ -172,8 +173,8 @@ class Scalar:
 
 def _setting(value: Any) -> Any:
     """``value`` as it is now."""
-    if torch.is_tensor(value) and value.numel() == 1:
-        return Scalar(value.item(), tuple(value.shape), value.dtype, value.device)
+    if torch.is_tensor(value) and bare(value).numel() == 1:
+        return Scalar(bare(value).item(), tuple(value.shape), value.dtype, value.device)
     return tuple(map(_setting, value)) if type(value) is tuple else value
 
 
@@ -291,7 +292,7 @@ def _quietly() -> Iterator[None]:
 def _numbers(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(_numbers, value))
-    return isinstance(value, (int, float)) or (torch.is_tensor(value) and value.numel() == 1)
+    return isinstance(value, (int, float)) or (torch.is_tensor(value) and bare(value).numel() == 1)
 
 
 def _plain(value: Any) -> bool:

@@ -11,6 +11,7 @@ import torch
 from deepspeed.runtime.utils import get_global_norm_of_tensors
 from torch import distributed as dist
 
+from ...bare import bare
 from ...compat import averages_gradients, checks_zero_overflow, use_zero_gradient
 from ...errors import ProtocolError
 from ...state import Tree
@@ -132,7 +133,7 @@ class Bf16Optimizer(ShardedOptimizer):
         found = []
         for buffer, own in zip(flat, self.wrapper.fp32_groups_gradients, strict=True):
             sizes = [g.numel() for g in own]
-            found.append(list(buffer.narrow(0, 0, sum(sizes)).split(sizes)))
+            found.append(list(bare(buffer).narrow(0, 0, sum(sizes)).split(sizes)))
         return found
 
     def keep(self, reduced: Tensors) -> Tensors:

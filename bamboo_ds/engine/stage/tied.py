@@ -22,6 +22,8 @@ import torch
 from deepspeed.runtime.pipe.module import TiedLayerSpec
 from deepspeed.runtime.state_dict_factory import SDLoaderFactory
 
+from ...bare import bare
+
 
 def ties(module: Any) -> dict[str, list[int]]:
     """The stages that hold each tied layer of a ``PipelineModule``, by its key, in the order of the keys."""
@@ -83,4 +85,4 @@ def _load_tied_weights(module: Any, folder: str, checkpoint_engine: Any) -> None
             weight = attrgetter(attribute)(comm["module"])
             with torch.no_grad():
                 if names[id(weight)] in state:  # frozen parameters may have been left out
-                    weight.copy_(state[names[id(weight)]])
+                    bare(weight).copy_(state[names[id(weight)]])

@@ -12,6 +12,7 @@ import numpy
 import torch
 from torch import nn
 
+from ...bare import bare
 from ...comm.transport import Payload
 from ...state import Tree, split
 
@@ -60,7 +61,7 @@ class Traces:
                 names = output_of(module, number, micro_batch), given_back(module, number + 1, micro_batch)
                 forward[names[0]] = []  # a pass may be done again
                 backward.pop(names[1], None)
-                handles.append(layer.register_forward_hook(_observer(forward, backward, *names)))
+                handles.append(nn.Module.register_forward_hook(layer, _observer(forward, backward, *names)))
         try:
             yield
         finally:
@@ -77,7 +78,7 @@ def _observer(forward: Trace, backward: Trace, output: str, gradient: str) -> An
         forward.setdefault(output, []).extend(map(checksum, tensors))
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(note_gradient)
+                torch.Tensor.register_hook(tensor, note_gradient)
 
     return note
 
@@ -144,9 +145,9 @@ def bits(state: Tree) -> tuple[str, list[int]]:
 
 def content_checksum(tensor: torch.Tensor, value: int = 0) -> int:
     """The same of the contents alone; of large ones CRC-32 of what :func:`_folded` makes of them."""
-    if not tensor.numel():
+    if not bare(tensor).numel():
         return value
-    data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    data = bare(tensor).cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
     whole = data.size // _ROW * _ROW
     if whole >= _LARGE:
         value, data = zlib.crc32(_folded(data[:whole]).data, value), data[whole:]
