@@ -166,3 +166,21 @@ def test_a_member_that_comes_to_lead_gives_it_back(
     assert len(pair[1].failed) == 1 and rest(folder) == []
     newest = newest_complete(folder, checksums=True)
     assert newest is not None and newest.tag == "step1"
+
+
+def test_the_order_of_checkpoints_survives_that_older_ones_are_deleted(
+    members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """GPT-NeoX with one checkpoint kept: each is the newest when it is complete, and stays."""
+    alone = members(0)
+    for step in (1, 2, 3, 4):
+        go = held(monkeypatch)
+        alone.save(step, layout=ALONE)
+        for path in alone.folder.glob("step*"):
+            shutil.rmtree(path)  # all that are there are older
+        go.set()
+        alone.wait()
+        monkeypatch.undo()
+        (info,) = list_checkpoints(alone.folder, checksums=True)
+        assert (info.tag, info.serial, info.status) == (f"step{step}", step, Status.COMPLETE)
+    assert rest(alone.folder) == [] and not alone.failed

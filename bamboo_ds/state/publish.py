@@ -30,6 +30,7 @@ from .checkpoints import (
     REPLACED,
     SAVE,
     SEPARATOR,
+    SPARE,
     CheckpointError,
     Manifest,
     SaveRecord,
@@ -120,8 +121,12 @@ def make_folders(root: Path, names: Sequence[str]) -> None:
 
 
 def next_serial(folder: Path) -> int:
-    """One more than the highest serial of a complete checkpoint in ``folder``."""
-    return 1 + max((info.serial for info in list_checkpoints(folder)), default=0)
+    """One more than the highest serial of a complete checkpoint in ``folder``, spares of deleted ones among them."""
+    serials = [info.serial for info in list_checkpoints(folder)]
+    for spare in hidden(folder, SPARE):
+        with suppress(CheckpointError):  # stock DeepSpeed's has none
+            serials.append(read_manifest(spare).serial)
+    return 1 + max(serials, default=0)
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
