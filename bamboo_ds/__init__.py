@@ -5,7 +5,8 @@ Importing the package imports neither torch nor DeepSpeed; see the README for ho
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from .stages import Installer
@@ -15,6 +16,7 @@ from .worker.plan_changes import PlanView
 __all__ = [
     "PlanView",
     "__version__",
+    "evaluating_with",
     "for_each_stage",
     "init_distributed",
     "is_replaying",
@@ -110,7 +112,8 @@ def for_each_stage(engine: Any, function: Callable[[Any], _Result]) -> list[_Res
     the loss of a rank the process that computes its stage calls ``function`` for it, also if the loss comes meanwhile;
     then it may be called twice for a stage. When it returns on all ranks, ``function`` has returned for every stage.
 
-    Call it on all ranks. ``function`` must not change the stage, nor call collectives, nor methods of the engine such
+    Call it on all ranks. ``function`` may freeze parameters of the stage, or make them trainable, which all copies of
+    the stage follow; it must not change anything else of it, nor call collectives, nor methods of the engine such
     as ``train_batch``. What it raises passes through. In a job without a ``"bamboo"`` block it is called once.
 
     Args:
@@ -126,6 +129,48 @@ def for_each_stage(engine: Any, function: Callable[[Any], _Result]) -> list[_Res
     """
     visit = getattr(type(engine), "for_each_stage", None)
     return [function(engine)] if visit is None else visit(engine, function)
+
+
+@contextmanager
+def evaluating_with(engine: Any, name: str) -> Iterator[None]:
+    """In the body ``engine.eval_batch`` computes with weights that the optimizer keeps, such as averages (EMA).
+
+    The optimizer's step keeps them in its state of each trainable parameter, so that every copy of a stage has them::
+
+        class Averaging(torch.optim.AdamW):
+            def step(self, closure=None):
+                loss = super().step(closure)
+                with torch.no_grad():
+                    for parameter in (p for group in self.param_groups for p in group["params"]):
+                        state = self.state[parameter]
+                        state.setdefault("ema", parameter.detach().clone()).lerp_(parameter, 0.001)
+                return loss
+
+        with bamboo_ds.evaluating_with(engine, "ema"):
+            loss = engine.eval_batch(data)
+
+    Needs an optimizer over fp32 parameters, without ZeRO. In a job without a ``"bamboo"`` block it does the same.
+
+    Args:
+        engine: what ``deepspeed.initialize`` has returned.
+        name: in the optimizer's state; tensors of the parameters' shapes.
+
+    Raises:
+        UnsupportedError: the optimizer has no such state, by the first ``eval_batch``.
+    """
+    using = getattr(type(engine), "evaluating_with", None)
+    if using is not None:
+        with using(engine, name):
+            yield
+        return
+    from .engine.iteration.exchanged import exchange, pairs_of
+
+    pairs = pairs_of(engine.optimizer, dict(engine.module.named_parameters()), name)
+    exchange(pairs)
+    try:
+        yield
+    finally:
+        exchange(pairs)
 
 
 def init_distributed(config: Any, **kwargs: Any) -> None:

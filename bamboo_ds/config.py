@@ -80,7 +80,7 @@ class RedundancyConfig(ConfigPart):
         None,
         ge=0,
         description="in so many steps from the first on rehearse the takeover of every stage and compare all that its "
-        "shadow computes, and the replicas, bit for bit; 0: never; `null`: 2, on other devices than CPUs 3, and 0 "
+        "shadow computes, and the replicas, bit for bit; 0: never; `null`: 3, and 0 "
         "without replicas; see [Checking exactness](../guides/exactness.md)",
     )
 
@@ -89,11 +89,8 @@ class RedundancyConfig(ConfigPart):
         """Whether replicas may be parked: they compute nothing unless their stage is lost or divided."""
         return self.park and self.mode.replicas and not self.mode.eager_forward
 
-    def steps_to_check(self, device: str = "cpu") -> int:
+    def steps_to_check(self) -> int:
         """How many steps are checked.
-
-        Args:
-            device: type of that on which members compute.
 
         Raises:
             ConfigError: there are no replicas, and a check is asked for.
@@ -105,7 +102,7 @@ class RedundancyConfig(ConfigPart):
             )
         if self.check_exact is not None or not self.mode.replicas:
             return self.check_exact or 0
-        return 2 if device == "cpu" else 3
+        return 3
 
 
 class MembershipConfig(ConfigPart):

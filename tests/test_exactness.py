@@ -62,7 +62,7 @@ def test_the_demo_passes_with_a_ready_configuration(tmp_path: Path) -> None:
     assert result.exit_code == 0, result.output[-4000:]
     (event,) = result.events("exact_checked")
     assert (event["step"], event["steps"], event["stages"], event["not_rehearsed"]) == (3, 3, 4, [])
-    said = "bamboo: the first 3 steps are exact: 4 stages computed again by their shadows in 2 of them"
+    said = "bamboo: the first 3 steps are exact: 4 stages computed again by their shadows in 1 of them"
     assert result.output.count(said) == 1 and f"{event['tensors']} tensors" in result.output
     assert not result.events("exact_mismatch")
 
@@ -77,7 +77,7 @@ def test_each_culprit_is_named(tmp_path: Path) -> None:
     for event in result.events("exact_mismatch"):
         found.setdefault(event["role"][1], (event["step"], event["found"], event["tensors"][0]))
     assert found[0][:2] == (2, "replica") and found[0][2].startswith("parameter 0.linear.weight (by up to 0.0")
-    assert found[1] == (0, "rehearsal", "gradient that layer 4 (Rounded) gives back in micro-batch 0")
+    assert found[1] == (2, "rehearsal", "gradient that layer 4 (Rounded) gives back in micro-batch 0")
     assert found[2] == (2, "rehearsal", "output of layer 7 (Counted) in micro-batch 0")
     assert found[3] == (2, "rehearsal", "output of layer 10 (Listed) in micro-batch 0")
     assert "step 3, stage 3 of pipeline 0: its shadow computes something else than its owner" in result.output
@@ -89,7 +89,7 @@ def test_each_culprit_is_named(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("culprits", "steps", "named"),
     [
-        (("generator", "time"), 0, r"step 1, .* output of layer (1 \(Noisy\)|4 \(Timed\)) in micro-batch 0"),
+        (("generator", "time"), 2, r"step 3, .* output of layer (1 \(Noisy\)|4 \(Timed\)) in micro-batch 0"),
         (("step", "step"), 1, r"step 1, .* its replica is not .* parameter [03]\.linear\.weight \(by up to 0\.001\)"),
     ],
     ids=["passes", "steps"],
@@ -205,7 +205,7 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     assert not any(only_rounded(mine, theirs) for mine in unknown)
     told: list[str] = []
     monkeypatch.setattr(
-        "bamboo_ds.engine.iteration.exactness.logger", SimpleNamespace(error=lambda _, e: told.append(str(e)))
+        "bamboo_ds.engine.iteration.verdict.logger", SimpleNamespace(error=lambda _, e: told.append(str(e)))
     )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
     enabled = False
@@ -319,12 +319,11 @@ def test_a_parameter_belongs_to_the_layer_that_uses_it() -> None:
 
 def test_the_number_of_steps_comes_from_the_block_the_option_or_a_variable(monkeypatch: pytest.MonkeyPatch) -> None:
     usual, without = parse_block({}), parse_block({"redundancy": {"mode": "none"}})
-    devices = "cpu", "cuda"
-    assert [usual.redundancy.steps_to_check(device) for device in devices] == [2, 3]
-    assert [without.redundancy.steps_to_check(device) for device in devices] == [0, 0]
+    assert usual.redundancy.steps_to_check() == 3
+    assert without.redundancy.steps_to_check() == 0
     for steps in (0, 5):
         told = usual.overridden({"redundancy.check_exact": steps})
-        assert [told.redundancy.steps_to_check(device) for device in devices] == [steps] * 2
+        assert told.redundancy.steps_to_check() == steps
     with pytest.raises(ConfigError, match=r'--check-exact, BAMBOO_CHECK_EXACT\) is 2, and .*mode" is "none"'):
         JobSettings.resolve(without, {"check_exact": 2})
     with pytest.raises(ConfigError, match="BAMBOO_CHECK_EXACT is '-1': set it to the number of steps"):

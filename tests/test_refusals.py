@@ -34,7 +34,7 @@ from bamboo_ds.engine.replicas.refusals import (
 )
 from bamboo_ds.engine.stage.answers import Refusal, stepping_alone
 from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
-from bamboo_ds.errors import ConfigError, ReplicaDiffers, UnsupportedError
+from bamboo_ds.errors import ConfigError, FatalLoss, ReplicaDiffers, UnsupportedError
 from bamboo_ds.topology import Role
 
 from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
@@ -200,14 +200,25 @@ def test_hooks_and_frozen_parameters_are_those_of_the_lost_stage(tmp_path: Path,
 
 
 def test_what_cannot_be_frozen_exactly() -> None:
-    optimizers = (SimpleNamespace(), FusedHalfOptimizer.__new__(FusedHalfOptimizer))
-    for optimizer, reason in zip(optimizers, (r"also computes \(0,2\)", "with fp16"), strict=True):
+    """With fp16 it is refused; where another script is lost that would do the same, the job starts again."""
+    plan = SimpleNamespace(lost=("m2",))
+    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+    needed: list[bool] = []
+    channel = SimpleNamespace(need_every_rank=lambda: needed.append(True))
+    for optimizer, kind, reason in (
+        (SimpleNamespace(), FatalLoss, r"freezes parameters, or makes them trainable, in stage 2 of pipeline 0"),
+        (FusedHalfOptimizer.__new__(FusedHalfOptimizer), UnsupportedError, "with fp16"),
+    ):
         local: Any = SimpleNamespace(role=Role(0, 1), owned=True, optimizer=optimizer)
         owned = [local, SimpleNamespace(role=Role(0, 2))]
         binding = SimpleNamespace(local=local, runtimes={local.role: local}, owned=lambda owned=owned: owned)
-        calls: Any = SimpleNamespace(binding=binding)
-        with pytest.raises(UnsupportedError, match=reason):
-            ScriptCalls._follow_freezing(calls)
+        calls = ScriptCalls.__new__(ScriptCalls)
+        calls.context = SimpleNamespace(  # type: ignore[assignment]
+            binding=binding, epoch=SimpleNamespace(plan=plan, job=job, channel=channel)
+        )
+        with pytest.raises(kind, match=reason):
+            calls._follow_freezing()
+    assert needed == [True], "a restart has a worker for every rank"
 
 
 BATTERY = """
@@ -445,7 +456,7 @@ def test_redundant_passes_without_memory(tmp_path: Path, reference: Reference) -
     """
     # By then the first stage has received three gradients and tried a redundant forward before each of them.
     faults = [fault(1, 2, "BackwardPass", 5)]
-    bamboo = {"redundancy": {"verify_every": 2, "placement": "fixed", "check_exact": None}}
+    bamboo = {"redundancy": {"verify_every": 2, "placement": "fixed", "check_exact": 2}}
     arguments = ("--steps", "5", "--norm", "--exhaust-at", "1", "2")
     result = survive(tmp_path, reference, faults, 3, 1, arguments, bamboo=bamboo)
     assert "the rehearsal of role (0,1) has exhausted the memory, and is left out: no memory is left" in result.output

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -163,6 +163,10 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         """See :func:`bamboo_ds.for_each_stage`."""
         with self._parts.script.inside():
             return self._parts.visits.visit(function)
+
+    def evaluating_with(self, name: str) -> AbstractContextManager[None]:
+        """See :func:`bamboo_ds.evaluating_with`."""
+        return self._parts.evaluation.using(name)
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """As DeepSpeed's, for the modules of all roles that this member has or gets."""

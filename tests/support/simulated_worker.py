@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -134,8 +134,8 @@ class Session:
     def note_pass(self, passing: bool) -> None:
         pass
 
-    def note_draw(self, drawing: bool) -> None:
-        pass
+    def among_nobody(self, what: Any) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def confirm(self, operation: str) -> None:
         pass

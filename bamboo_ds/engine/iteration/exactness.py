@@ -8,6 +8,11 @@ for bit with the owner's; their step has not been done yet. After every step all
     owner    passes  reduce         send    commit  step  send state
     shadow   passes  reduce  redo   compare commit  step  compare
 
+After the first of the steps every replica is made anew from what its owner has by then, as it is after a loss. What did
+not travel is missing from there on: the last step compares what copies compute without it, and names what optimizers,
+schedulers and layers keep beside what is sent (:mod:`~..stage.beside`). Where there are more than two steps the first
+one is not rehearsed.
+
 In the last step but one shadows compute nothing, redundantly or in a rehearsal: what only passes keep up to date, such
 as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
 
@@ -27,9 +32,9 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...comm.transport import Transport
-from ...config import BLOCK
-from ...errors import EpochChanged, Inexact, ProtocolError
+from ...errors import EpochChanged, ProtocolError
 from ...schedule import rehearsal_passes, rehearsal_sends
 from ...topology import Role
 from ..context.lanes import RehearsalLanes, Stream
@@ -37,30 +42,28 @@ from ..context.operation import Outcome
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.building import StageBuilder
+from ..stage.beside import Kept, beside_layers, beside_steps, newer
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
 from .boundaries import on_device
 from .facts import (
+    BESIDE,
+    NOT_SENT,
+    REHEARSAL,
+    REPLICA,
     Facts,
-    Tally,
-    causes_in_passes,
-    causes_in_steps,
     differences,
-    in_words,
+    lacks,
     only_rounded,
     state_of,
     summed,
     suspects,
-    total,
-    union,
 )
 from .recomputing import release_cache
 from .reduction import Reduction
+from .verdict import Verdict
 
 logger = logging.getLogger("bamboo_ds")
-
-#: How many differences are named.
-_NAMED = 100
 
 
 @dataclass(eq=False)
@@ -80,12 +83,17 @@ class ExactChecks(InContext):
     steps: int = field(default=0, init=False)
     redone: int = field(default=0, init=False)
     rests: bool = field(default=False, init=False)
-    _tally: Tally = field(default_factory=Tally, init=False)
+    _verdict: Verdict = field(init=False)
     _traces: Traces = field(default_factory=Traces, init=False)
     _brought: list[StageRuntime] = field(default_factory=list, init=False)
     _skipped: set[Role] = field(default_factory=set, init=False)
     _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
     _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
+    #: What this member's own optimizers, schedulers and layers kept beside what is sent when the check began.
+    _began: dict[Role, dict[str, Kept]] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self._verdict = Verdict(self.context)
 
     def begin(self, steps: int) -> None:
         """Check so many steps, as the members have agreed."""
@@ -103,16 +111,22 @@ class ExactChecks(InContext):
             self._skipped.clear()
             self._traces.clear()
             self._brought.clear()  # a loss has interrupted their rehearsal; they are parked when the iteration ends
+            for runtime in self.binding.owned():
+                self._began.setdefault(runtime.role, {**beside_steps(runtime), **beside_layers(runtime)})
 
-    def end_iteration(self, outcome: Outcome) -> None:
+    def end_iteration(self, outcome: Outcome) -> bool:
         """An iteration is over: compare the replicas, unless a loss has hit it.
+
+        Returns:
+            Whether they are to be made anew, on all members alike.
 
         Raises:
             Inexact: one differs.
             EpochChanged: a member is lost.
         """
         if not self.on:
-            return
+            return False
+        renew = self.progress.steps == 1 < self.steps
         last = self.progress.steps == self.steps
         if self.progress.steps >= self.steps:
             self.on = self.rests = False
@@ -120,11 +134,15 @@ class ExactChecks(InContext):
         try:
             if outcome is Outcome.BEHIND or self.progress.resumed:
                 self._tell_unchecked(last)
-            elif self.progress.steps <= self.steps:
+                return False
+            if self.progress.steps <= self.steps:
                 with self._timed():
                     self._compare_replicas()
+                    if last:
+                        self._compare_beside()
                 if last:
-                    self._conclude()
+                    self._verdict.conclude(self.steps)
+            return renew
         except EpochChanged:
             self._tell_unchecked(last)
             raise
@@ -132,6 +150,7 @@ class ExactChecks(InContext):
             if not self.on:
                 self._opened = None
                 self._traces.clear()
+                self._began.clear()
 
     def _tell_unchecked(self, last: bool) -> None:
         """A loss has hit a step that was to be checked, ``last`` of all."""
@@ -156,7 +175,8 @@ class ExactChecks(InContext):
             EpochChanged: a member is lost.
         """
         step = self.progress.steps
-        if not self.on or self.progress.resumed or step >= self.steps or step == self.steps - 2:
+        left_out = self.rests or (step == 0 and self.steps > 2)
+        if not self.on or self.progress.resumed or step >= self.steps or left_out:
             return
         before = self.binding.current
         with self._timed():
@@ -172,8 +192,8 @@ class ExactChecks(InContext):
                 for role in lanes.roles:
                     if self.epoch.shadows(role):
                         self._rehearse(lanes, transport, role)
-                self._look_closer(lanes, transport, owned, "rehearsal")
-            self._tally.rehearsals += 1
+                self._look_closer(lanes, transport, owned, REHEARSAL)
+            self._verdict.tally.rehearsals += 1
             self.binding.use(before)
             self._put_back()
 
@@ -181,11 +201,11 @@ class ExactChecks(InContext):
     def _timed(self) -> Iterator[None]:
         begin = time.monotonic()
         yield
-        self._tally.seconds += time.monotonic() - begin
+        self._verdict.tally.seconds += time.monotonic() - begin
 
     def _rehearse(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> None:
         """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
-        replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._tally
+        replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._verdict.tally
         if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
             tally.changed.add(role)
             self._skipped.add(role)
@@ -231,7 +251,7 @@ class ExactChecks(InContext):
         self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
         self.binding.use(replica)
         self._check(lanes, transport, role, self._computed(role))
-        self._tally.roles.add(role)
+        self._verdict.tally.roles.add(role)
 
     def _put_back(self) -> None:
         """Park again what was brought to the device for rehearsals."""
@@ -324,48 +344,31 @@ class ExactChecks(InContext):
                 try:
                     self._check(lanes, transport, role, state_of(replica))
                 except torch.OutOfMemoryError as error:
-                    self._tally.exhausted.add(role)
+                    self._verdict.tally.exhausted.add(role)
                     logger.warning("the replica of role %s is not compared, for want of memory: %s", role, error)
-        self._look_closer(lanes, transport, owned, "replica")
+        self._look_closer(lanes, transport, owned, REPLICA)
         transport.drain()  # the next step changes what was sent
-        self._tally.steps += 1
+        self._verdict.tally.steps += 1
 
-    def _conclude(self) -> None:
-        """All members put together what they have compared; the one that leads tells it."""
-        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self._tally.told())).values()]
-        if not self.epoch.leads:
-            return
-        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
-        rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
-        rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
-        rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
-        why = "tensor slices" if layout.slices > 1 else "the shadow is not the owner of the stage before"
-        without = "".join(
-            f" Not rehearsed{reason}: {in_words(sorted(roles))}."
-            for reason, roles in (
-                (f" ({why})", {(d, s) for d, s in rest} - changed - exhausted),
-                (" in steps before which the script had changed it", changed),
-                (" (there is too little memory, see above)", exhausted),
-            )
-            if roles
-        )
-        off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
-        if total(found, "differing"):
-            _say(f"the check of the first {self.steps} steps has found differences, see above.{without} {off}")
-            return
-        _say(
-            f"the first {self.steps} steps are exact: {len(rehearsed)} stages computed again by their shadows in "
-            f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
-            f"last bit.{without} {off}"
-        )
-        self.epoch.channel.event(
-            "exact_checked",
-            step=self.progress.steps,
-            steps=steps,
-            stages=len(rehearsed),
-            tensors=tensors,
-            not_rehearsed=rest,
-        )
+    def _compare_beside(self) -> None:
+        """Compare what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
+        lanes, transport = self._open()
+        for role in lanes.reported:
+            if self.epoch.owns(role):
+                runtime, began = self.binding.runtimes[role], self._began.get(role, {})
+                told = [newer(found(runtime), began) for found in (beside_steps, beside_layers)]
+                transport.send(lanes[Stream.REPORT, role], self.progress.sequence, as_message(told))
+        for role in lanes.reported:
+            if not self.epoch.shadows(role):
+                continue
+            replica = self.binding.runtimes[role]
+            steps, layers = from_message(transport.recv(lanes[Stream.REPORT, role], self.progress.sequence))
+            mine = beside_steps(replica), beside_layers(replica)
+            lacking = [lacks(theirs, own) for theirs, own in zip((steps, layers), mine, strict=True)]
+            if lacking[1]:
+                logger.warning(NOT_SENT, role, ", ".join(lacking[1][:10]))
+            self._verdict.tell(role, lacking[0], BESIDE, rounded=False)
+        transport.drain()
 
     # -- comparing ----------------------------------------------------------------------------------------
 
@@ -378,7 +381,7 @@ class ExactChecks(InContext):
         return self._opened[1:]
 
     def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
-        plain = {name: value.detach() if torch.is_tensor(value) else value for name, value in facts.items()}
+        plain = {name: bare(value) if torch.is_tensor(value) else value for name, value in facts.items()}
         transport.send(lanes[Stream.REPORT, role], self.progress.sequence, as_message(plain))
 
     def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
@@ -388,7 +391,7 @@ class ExactChecks(InContext):
     def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
         """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
         theirs = self._receive(lanes, transport, role)
-        self._tally.tensors += len({*mine, *theirs})
+        self._verdict.tally.tensors += len({*mine, *theirs})
         names = suspects(summed(mine), theirs)
         if names:
             self._suspected[role] = {name: mine[name] for name in names if name in mine}, names
@@ -409,28 +412,8 @@ class ExactChecks(InContext):
 
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
         """Tell what differs; raises :class:`Inexact` if that ends the job."""
-        found = differences(mine, theirs)
-        if not found:
-            return
-        self._tally.differing += len(found)
-        self.epoch.channel.event(
-            "exact_mismatch",
-            step=self.progress.steps,
-            role=[role.pipeline, role.stage],
-            found=what,
-            tensors=found[:_NAMED],
-        )
-        rehearsed = what == "rehearsal"
-        if rehearsed:
-            ends = role.stage in (0, self.epoch.layout.stages - 1)
-            reason = "its shadow computes something else than its owner from the same inputs", causes_in_passes(ends)
-        else:
-            reason = "after the step its replica is not what its owner has", causes_in_steps()
-        error = Inexact(self.progress.steps + rehearsed, role.pipeline, role.stage, *reason, found)
-        stops = self.settings.redundancy.on_mismatch == "stop"
-        if stops and not (rehearsed and self._may_round() and only_rounded(mine, theirs)):
-            raise error
-        logger.error("%s", error)
+        rounded = what == REHEARSAL and self._may_round() and only_rounded(mine, theirs)
+        self._verdict.tell(role, differences(mine, theirs), what, rounded)
 
     def _may_round(self) -> bool:
         """Whether kernels may give another result each time, and the user has not asked for the check.
@@ -439,7 +422,3 @@ class ExactChecks(InContext):
         """
         exact = self.ds.device.type == "cpu" or torch.are_deterministic_algorithms_enabled()
         return not exact and self.settings.redundancy.check_exact is None
-
-
-def _say(line: str) -> None:
-    print(f"bamboo: {line}", flush=True)

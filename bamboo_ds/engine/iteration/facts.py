@@ -11,12 +11,21 @@ import torch
 
 from ...topology import Role
 from ..replicas.replica import capture
+from ..stage.beside import Kept
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import checksum
 
 #: What is compared, by what it is called: tensors as they are, all else as text.
 Facts = dict[str, Any]
 
+#: What is compared: what passes give, all that a replica has, and what is kept beside it.
+REHEARSAL, REPLICA, BESIDE = "rehearsal", "replica", "beside"
+#: What is said of layers, whose results are compared as well.
+NOT_SENT = (
+    "the check of the first steps: layers of role %s have changed what copies of the stage do not get: %s. It has made "
+    "no difference in these steps. If results may depend on it later, keep it in tensors and numbers in attributes or "
+    "buffers, or give it from get_extra_state"
+)
 #: What the default representation of an object ends with; it is another one in each process.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")
 #: The largest difference, as a part of the largest number of a tensor, that may come from rounding alone.
@@ -46,14 +55,24 @@ _STEPS = (
 )
 
 
-def causes_in_passes(ends: bool) -> str:
-    """Why a shadow may compute something else; ``ends``: of a stage that loads batches."""
-    return "; ".join([*((_DATA,) if ends else ()), *_PASSES, *_ELSEWHERE])
+def reasons(what: str, ends: bool) -> tuple[str, str]:
+    """What it means that two copies differ in ``what`` was compared, and why they may.
+
+    Args:
+        what: was compared.
+        ends: of a stage that loads batches.
+    """
+    if what == REHEARSAL:
+        causes = [*((_DATA,) if ends else ()), *_PASSES, *_ELSEWHERE]
+        return "its shadow computes something else than its owner from the same inputs", "; ".join(causes)
+    if what == REPLICA:
+        return "after the step its replica is not what its owner has", "; ".join((*_STEPS, *_ELSEWHERE))
+    return "a copy that was made after the first step lacks what its owner has gathered", _STEPS[1]
 
 
-def causes_in_steps() -> str:
-    """Why a replica may differ after its step."""
-    return "; ".join((*_STEPS, *_ELSEWHERE))
+def lacks(theirs: Mapping[str, int], mine: Mapping[str, Kept]) -> list[str]:
+    """Names of what an owner has, by digests, and a copy has not."""
+    return [name for name, digest in theirs.items() if name not in mine or mine[name].digest != digest]
 
 
 def state_of(runtime: StageRuntime) -> Facts:

@@ -15,6 +15,7 @@ from .boundaries import Boundaries
 from .committing import Commits
 from .division import Division
 from .exactness import ExactChecks
+from .exchanged import ExchangedWeights
 from .generators import RoleGenerators
 from .measures import Measures
 from .passes import Passes
@@ -62,6 +63,7 @@ class IterationParts:
         self.redundant = RedundantPasses(
             context, supply, self.passes, self.boundaries, self.checks, measures, self.sums
         )
+        self.exchanged = ExchangedWeights(context)
         self.own = OwnCheckpoints(context, saves)
         self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
         self.steps = Steps(context, generators, builder)

@@ -5,7 +5,8 @@ Layers may keep what they see in an evaluation, too (counts, larger caches): oth
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -91,6 +92,16 @@ class Evaluation(InContext):
             return result, outputs
         return result
 
+    @contextmanager
+    def using(self, name: str) -> Iterator[None]:
+        """See :func:`bamboo_ds.evaluating_with`."""
+        exchanged = self.iteration.exchanged
+        before, exchanged.name = exchanged.name, name
+        try:
+            yield
+        finally:
+            exchanged.name = before
+
     def _agreed(self) -> tuple[list[float], bool | None]:
         """The losses by pipeline, and whether the ends of pipelines are alike, as the commit has agreed."""
         assert self.progress.vector is not None
@@ -106,7 +117,8 @@ class Evaluation(InContext):
         self.progress.evaluating = True
         self._changed.clear()
         try:
-            with torch.no_grad():
+            self.iteration.exchanged.compare()
+            with torch.no_grad(), self.iteration.exchanged.in_place():
                 self._note_layers()
                 for runtime in self.binding.owned():
                     self.binding.use(runtime)

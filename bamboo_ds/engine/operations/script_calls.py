@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from ...comm.calls.script import Lacking, ScriptCollectives, ThreadContext
 from ...errors import EpochChanged, FatalLoss, UnsupportedError
+from ...topology import Role
 from ..context.records import ScriptPhase
 from ..context.shared import InContext
 from ..joining.replay import Replay
@@ -27,8 +28,8 @@ from ..replicas.refusals import (
     registered,
 )
 from ..script.assigned import described, parts_in
-from ..script.changes import CURE, Adjustable, Weights, check_local
-from ..stage.optimizers import HalfOptimizer, NoOptimizer
+from ..script.changes import CURE, Adjustable, Weights, away_from
+from ..stage.optimizers import NoOptimizer, check_freezing
 from ..stage.wrappers import is_sharded, stage_optimizer
 
 logger = logging.getLogger("bamboo_ds")
@@ -184,7 +185,8 @@ class ScriptCalls(InContext):
         """Note whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
-            UnsupportedError: it cannot have done so with all stages.
+            UnsupportedError: it has put other parameters there, or gradients.
+            FatalLoss: nobody does so with a stage whose script is lost.
         """
         self._weights.check_parameters()
         self._weights.check_gradients()
@@ -192,19 +194,30 @@ class ScriptCalls(InContext):
         if not changed:
             return False
         role, changes = self.binding.local.role, self.binding.local.layers.changes
-        check_local(changed, self.epoch.plan, role, self.progress.known_changes, changes.count)
+        away = away_from(self.epoch.plan, role, self.progress.known_changes, changes.count)
+        if away:
+            self._restart(away, f"the script that changes {changed[0]} and the like in ")
         changes.note(self.progress.steps)
-        if self.progress.steps and not self._warned:
-            self._warned = True
-            logger.warning(
-                "the script has changed %s of its stage between two calls. Replicas follow, but a loss right after "
-                "such a change makes the job start again, and a change while a member has another one's stage ends "
-                "it: %s",
-                changed[0],
-                CURE,
+        if self.progress.steps:
+            self._tell_once(
+                f"the script has changed {changed[0]} of its stage between two calls. Replicas follow, but from now on "
+                f"a loss makes the job start again, with a worker for each rank: {CURE}"
             )
         self.progress.changed.update(changed)
         return True
+
+    def _tell_once(self, what: str) -> None:
+        """Tell what the script does to its stage that needs the process of each rank; a restart has one for each."""
+        self.epoch.channel.need_every_rank()
+        if not self._warned:
+            self._warned = True
+            logger.warning("%s", what)
+
+    def _restart(self, roles: list[Role], part: str) -> None:
+        """Raises ``FatalLoss``: only the lost scripts of ``roles`` could do what this one has just done."""
+        self.epoch.channel.need_every_rank()
+        lost, checkpoint = self.epoch.plan.lost, self.epoch.job.newest_checkpoint(self.epoch.plan)
+        raise FatalLoss([(role.pipeline, role.stage) for role in roles], lost, checkpoint, part=part)
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
@@ -216,23 +229,23 @@ class ScriptCalls(InContext):
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
+            FatalLoss: nobody does so with a stage whose script is lost.
         """
         local = self.binding.local
         if self.binding.runtimes.get(local.role) is not local or not local.owned:
             return False  # a member that joins replays what the stage's owner has done
-        if isinstance(local.optimizer, HalfOptimizer):
-            raise UnsupportedError(
-                "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
-                "without ZeRO do it before"
-            )
-        others = [str(each.role) for each in self.binding.owned() if each is not local]
+        check_freezing(local.optimizer)
+        others = [each.role for each in self.binding.owned() if each is not local]
         if others:
-            raise UnsupportedError(
-                f"the script has frozen parameters of stage {local.role.stage}, or made them trainable. This member "
-                f"also computes {', '.join(others)}, whose own script is lost and can freeze nothing there: restart "
-                "from a checkpoint with a worker for each stage"
-            )
+            self._restart(others, "the script that freezes parameters, or makes them trainable, in ")
         local.trained = local.trains()
+        if self.progress.steps:
+            self._tell_once(
+                "the script has frozen parameters of its stage between two calls, or made them trainable. Replicas "
+                "follow; after the loss of a rank nobody does so with its stage, and the next such change makes the "
+                "job start again, with a worker for each rank. Do it in a function that all copies of a stage follow: "
+                "bamboo_ds.for_each_stage(engine, lambda engine: freeze(engine.module))"
+            )
         return True
 
     # -- the script's collectives -------------------------------------------------------------------------

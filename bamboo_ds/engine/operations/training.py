@@ -61,8 +61,10 @@ class Training(InContext):
         if done is not None:
             return self._replay(done, data_iter)
         rank = self.ds.global_rank
+        self.iteration.exchanged.begin_training()
         try:
             mean = self.ds.train_batch(data_iter)
+            self.iteration.exchanged.end_training()
             self.tags.write()
             return mean
         finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..script.changes import unchanged, without_process
 from ..stage.answers import Refusal
+from ..stage.optimizers import check_freezing
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import content_checksum
 
@@ -52,6 +54,9 @@ class StageVisits(InContext):
     made: bool = field(default=False, init=False)
     _visit: Visit = field(init=False)
     _results: dict[Role, Any] = field(default_factory=dict, init=False)
+    #: Roles of which the function has frozen parameters, or made them trainable, here; and what is trained of all such.
+    _frozen: set[Role] = field(default_factory=set, init=False)
+    _trains: dict[Role, list[bool]] = field(default_factory=dict, init=False)
 
     call = "for_each_stage"
     draws = watched = takes_steps = False
@@ -62,7 +67,7 @@ class StageVisits(InContext):
         self.made = True
         if self.replay.recorded("visit") is not None:
             return []
-        self._visit, self._results = function, {}
+        self._visit, self._results, self._frozen, self._trains = function, {}, set(), {}
         self.takeover.run(self)
         results, layout = self._results, self.epoch.layout
         del self._visit, self._results
@@ -83,12 +88,24 @@ class StageVisits(InContext):
     # -- the operation ------------------------------------------------------------------------------------
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        for runtime in sorted(self.binding.owned(), key=lambda runtime: self.epoch.layout.rank(runtime.role)):
+        rank = self.epoch.layout.rank
+        for runtime in sorted(self.binding.owned(), key=lambda runtime: rank(runtime.role)):
             if runtime.role not in self._results:
                 self._results[runtime.role] = self._call(runtime)
+        mine = {rank(each.role): each.trains() for each in self.binding.owned() if each.role in self._frozen}
+        told = self.epoch.transport.exchange(json.dumps(mine)).values()
+        self._trains = {self.epoch.layout.role(int(r)): on for each in told for r, on in json.loads(each).items()}
         self.commit()
 
     def _call(self, runtime: StageRuntime) -> Any:
+        before = runtime.trains()
+        result = self._visited(runtime)
+        if runtime.trains() != before:
+            check_freezing(runtime.optimizer)
+            self._frozen.add(runtime.role)
+        return result
+
+    def _visited(self, runtime: StageRuntime) -> Any:
         with (
             self.binding.bound(runtime),
             self.groups.acting_for(runtime.role, _REFUSAL),
@@ -106,5 +123,7 @@ class StageVisits(InContext):
 
     def finish(self, outcome: Outcome) -> None:
         self.history.add("visit", True)
+        for role, trains in self._trains.items():
+            self.copies.freeze(role, trains)
         self.saves.poll()
         self.copies.advance(stepped=False)

@@ -12,6 +12,7 @@ from typing import Any
 from ...comm.bulk.copying import Fetch
 from ...control.registry.records import WorkerState
 from ...errors import TransferError
+from ...observe.spans import Kind
 from ...schedule import Decision
 from ...state import Tree
 from ...topology import LONG_S, Layout, Plan, Role
@@ -59,8 +60,13 @@ class Copies(InContext):
         """Replicas that this member builds."""
         return self.iteration.constructions
 
-    def copy_state(self, roles: Iterable[Role]) -> None:
-        """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective."""
+    def copy_state(self, roles: Iterable[Role], anew: bool = False) -> None:
+        """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective.
+
+        Args:
+            roles: to be copied.
+            anew: replicas are built again; else those that are there take the state over.
+        """
         roles = list(roles)
         self.binding.refresh()
         runtimes, member, transport = self.binding.runtimes, self.epoch.member, self.epoch.transport
@@ -79,11 +85,23 @@ class Copies(InContext):
                     construction.fetch.cancel()
                     construction.runtime = self._build(role, state, self.binding.local.pristine)
                     self._complete(construction)
-                elif role in runtimes:
+                elif role in runtimes and not (anew and runtimes[role] is not self.binding.local):
                     self.builder.restore(runtimes[role], state)
                 else:
+                    if role in runtimes:
+                        self.binding.drop(role)
                     runtimes[role] = self._build(role, state, self.binding.local.pristine)
         transport.drain()
+
+    def renew(self) -> None:
+        """Make every replica anew from what its owner has now, as after a loss. Collective, between two operations.
+
+        Raises:
+            UnsupportedError: an owner has what cannot be sent.
+            EpochChanged: a member is lost; a replica that has not been made anew yet stays as it was.
+        """
+        with self.recording.span(Kind.COPY):
+            self.copy_state(self.epoch.layout.roles, anew=True)
 
     def _build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
@@ -100,6 +118,14 @@ class Copies(InContext):
             follow(self.binding.runtimes[role])
         elif role in self.constructions:
             self.constructions[role].kept.append(Kept((self.progress.sequence, False), follow))
+
+    def freeze(self, role: Role, trains: list[bool]) -> None:
+        """Train only these parameters of this member's copy of ``role``, if it has one."""
+        if role in self.binding.runtimes:
+            self.binding.runtimes[role].train_only(trains)
+        elif role in self.constructions:
+            kept = Kept((self.progress.sequence, False), lambda runtime: runtime.train_only(trains))
+            self.constructions[role].kept.append(kept)
 
     def follow_settings(self, changed: Adjusted) -> None:
         """The script has set something: replicas under construction get it when they are that far."""

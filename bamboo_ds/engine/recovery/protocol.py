@@ -19,7 +19,7 @@ from ..context.records import Recovery, ScriptPhase
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..iteration.parts import IterationParts
-from ..script.changes import count_of, unchanged
+from ..script.changes import count_of, unchanged, without_process
 from ..stage.runtime import StageRuntime
 from .announcements import Announcements
 from .copies import Copies
@@ -57,6 +57,7 @@ class RecoveryProtocol(InContext):
     announcements: Announcements
     operation: Operation | None = field(default=None, init=False)
     agreed: tuple[str, ...] = field(default=(), init=False)
+    _told_away: bool = field(default=False, init=False)
 
     def run(self) -> Decision:
         """Enter the newest epoch and agree with its other members on how to go on::
@@ -117,6 +118,7 @@ class RecoveryProtocol(InContext):
         """The same decision on all members, and what follows from it for what they do besides the operation."""
         self._check_setup(plan, reports)
         self.epoch.note_devices(report.device for report in reports.values())
+        self._tell_away(plan)
         decision = decision_of(reports, plan, self.ds.micro_batches, self.iteration.reduction.tied_stages)
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
@@ -125,6 +127,18 @@ class RecoveryProtocol(InContext):
             self._join(decision, reports)
         self.copies.tell_replicas()
         return decision
+
+    def _tell_away(self, plan: Plan) -> None:
+        """Tell once that nobody does with a stage what only its own lost script would do."""
+        away = without_process(plan)
+        if away and self.epoch.leads and not self._told_away:
+            self._told_away = True
+            logger.warning(
+                "no process runs as rank %s now: if its script would go on to freeze parameters of its own stage, or "
+                "to change its weights, between two calls, nobody does so. Do it for all stages, in "
+                "bamboo_ds.for_each_stage or in the optimizer's step; this is said once",
+                ", ".join(str(plan.world.rank(role)) for role in away),
+            )
 
     def _join(self, decision: Decision, reports: Reports) -> None:
         """This member is admitted: take over from the others' ``reports`` where the job stands."""

@@ -105,7 +105,8 @@ class Takeover(InContext):
             try:
                 if self.epoch.layout.sharded:
                     self.iteration.replication.exchange_shards()
-                self.iteration.checks.end_iteration(outcome)
+                if self.iteration.checks.end_iteration(outcome):
+                    self.recovery.copies.renew()
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
                 self.recover_between("at a boundary")

@@ -144,9 +144,9 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
         return
     if copied and isinstance(optimizer, torch.optim.Optimizer) and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise UnsupportedError(
-            f"optimizer {type(optimizer).__name__} is a torch.optim.Optimizer whose constructor was never called, as in "
-            "wrappers around another optimizer: copies of a stage cannot have it, and torch cannot tell its state. Call "
-            "super().__init__(params, defaults) in its constructor, and keep all state in `self.state`"
+            f"optimizer {type(optimizer).__name__} has never called the constructor of torch.optim.Optimizer, as some "
+            "wrappers around another one do not: copies of a stage cannot have it, and torch cannot tell its state. "
+            "Call super().__init__(params, defaults) in its constructor, and keep all state in `self.state`"
         )
     check_step(optimizer)
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.")]

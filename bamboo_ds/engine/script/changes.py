@@ -292,26 +292,17 @@ def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:
     return None if gradient is None else (id(gradient), gradient._version)
 
 
-def check_local(changed: list[str], plan: Plan, own: Role, known: Mapping[Role, Changes], before: int) -> None:
-    """Every stage is to be changed by the script of the member that runs as its rank.
+def away_from(plan: Plan, own: Role, known: Mapping[Role, Changes], before: int) -> list[Role]:
+    """Roles that their scripts would change now, as this member's script has changed ``own``, if they were not lost.
 
     Args:
-        changed: what this member's script has changed of its stage.
         plan: the plan.
-        own: the role of that stage.
+        own: the role of this member's stage.
         known: changes of roles when the plan began; those of a role that another member has are none since.
         before: iterations before which the script has changed its stage earlier, when the others did not.
-
-    Raises:
-        UnsupportedError: another member has one now.
     """
     quiet = {role for role, changes in known.items() if before and not changes.count and role != own}
-    away = [str(role) for role in without_process(plan) if role not in quiet]
-    if away:
-        raise UnsupportedError(
-            f"the script has changed {changed[0]} of its stage between two calls, and nobody does the same to role "
-            f"{', '.join(away)}, which another member has taken over: {CURE}"
-        )
+    return [role for role in without_process(plan) if role not in quiet]
 
 
 def without_process(plan: Plan) -> list[Role]:

@@ -24,7 +24,7 @@ from deepspeed.runtime.utils import (
 
 from ...bare import bare
 from ...compat import forget_backward, loss_scaler
-from ...errors import ProtocolError
+from ...errors import ProtocolError, UnsupportedError
 from ...state import Tree
 from ...topology import Role
 from .answers import Recorder
@@ -366,6 +366,19 @@ class HalfOptimizer(StageOptimizer):
         config = loss_scaler(self.wrapper)
         for name, value in numbers.items():
             setattr(self.wrapper if name in self.OWN else config, name, value)
+
+
+def check_freezing(optimizer: StageOptimizer) -> None:
+    """Refuse what a script freezes, or makes trainable, after its engine was built, where copies cannot follow.
+
+    Raises:
+        UnsupportedError: the optimizer is DeepSpeed's for fp16 without ZeRO.
+    """
+    if isinstance(optimizer, HalfOptimizer):
+        raise UnsupportedError(
+            "the script has frozen parameters, or made them trainable, after deepspeed.initialize: with fp16 and "
+            "without ZeRO do it before"
+        )
 
 
 class UnfusedHalfOptimizer(HalfOptimizer):

@@ -1,0 +1,89 @@
+"""What the check of a job's first steps has found, told to people and as events."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ...config import BLOCK
+from ...errors import Inexact
+from ...topology import Role
+from ..context.shared import InContext
+from .facts import REHEARSAL, Tally, in_words, reasons, total, union
+
+logger = logging.getLogger("bamboo_ds")
+
+#: How many differences are named.
+_NAMED = 100
+
+
+@dataclass(eq=False)
+class Verdict(InContext):
+    """Tells what differs, and in the end that nothing does.
+
+    Attributes:
+        tally: what this member has compared.
+    """
+
+    tally: Tally = field(default_factory=Tally, init=False)
+
+    def tell(self, role: Role, found: Sequence[str], what: str, rounded: bool) -> None:
+        """Tell what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
+        if not found:
+            return
+        self.tally.differing += len(found)
+        self.epoch.channel.event(
+            "exact_mismatch",
+            step=self.progress.steps,
+            role=[role.pipeline, role.stage],
+            found=what,
+            tensors=found[:_NAMED],
+        )
+        reason = reasons(what, role.stage in (0, self.epoch.layout.stages - 1))
+        error = Inexact(self.progress.steps + (what == REHEARSAL), role.pipeline, role.stage, *reason, found)
+        if self.settings.redundancy.on_mismatch == "stop" and not rounded:
+            raise error
+        logger.error("%s", error)
+
+    def conclude(self, checked: int) -> None:
+        """All members put together what they have compared in the first ``checked`` steps; one tells it. Collective."""
+        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self.tally.told())).values()]
+        if not self.epoch.leads:
+            return
+        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
+        rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
+        rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
+        rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
+        why = "tensor slices" if layout.slices > 1 else "the shadow is not the owner of the stage before"
+        without = "".join(
+            f" Not rehearsed{reason}: {in_words(sorted(roles))}."
+            for reason, roles in (
+                (f" ({why})", {(d, s) for d, s in rest} - changed - exhausted),
+                (" in steps before which the script had changed it", changed),
+                (" (there is too little memory, see above)", exhausted),
+            )
+            if roles
+        )
+        off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
+        if total(found, "differing"):
+            _say(f"the check of the first {checked} steps has found differences, see above.{without} {off}")
+            return
+        _say(
+            f"the first {checked} steps are exact: {len(rehearsed)} stages computed again by their shadows in "
+            f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
+            f"last bit.{without} {off}"
+        )
+        self.epoch.channel.event(
+            "exact_checked",
+            step=self.progress.steps,
+            steps=steps,
+            stages=len(rehearsed),
+            tensors=tensors,
+            not_rehearsed=rest,
+        )
+
+
+def _say(line: str) -> None:
+    print(f"bamboo: {line}", flush=True)

@@ -1,0 +1,181 @@
+"""What optimizers, schedulers and layers of scripts keep beside the state that copies of a stage get.
+
+An optimizer may keep momenta in a dictionary by ``id(parameter)``, a scheduler an object of statistics, a layer a list.
+Nobody knows whether results depend on that; but a copy that has something else there, where the owner's has changed or
+has tensors in it, lacks something that it may need. The check of the first steps compares it.
+"""
+
+from __future__ import annotations
+
+import functools
+import io
+import logging
+import random
+import threading
+import types
+import zlib
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy
+import torch
+from torch import distributed as dist
+from torch import nn
+
+from ...state import SCALARS
+from .attributes import holds_tensors
+from .clones import OWN, kept_by
+from .layers import OF_ALL
+from .references import content_of
+from .rng import GENERATORS
+from .tracing import checksum
+
+#: How deep objects are looked into, and how many values of one attribute are looked at.
+_DEPTH, _MOST = 8, 10_000
+#: What belongs to the process, or is told by its type: it is not looked into.
+_OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, torch.optim.Optimizer, dist.ProcessGroup)
+_OF_PROCESS = (logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType)
+
+
+class Kept(NamedTuple):
+    """What an attribute has in it.
+
+    Attributes:
+        digest: equal in all processes where all of it is.
+        tensors: whether there are tensors or arrays in it.
+    """
+
+    digest: int
+    tensors: bool
+
+
+class Runtime(Protocol):
+    """What is asked of the runtime; see :class:`~.runtime.StageRuntime`."""
+
+    attributes: dict[str, Any]
+
+    @property
+    def module(self) -> Any:
+        """The stage's module."""
+
+
+def beside_steps(runtime: Runtime) -> dict[str, Kept]:
+    """What the optimizer and the scheduler of ``runtime`` keep besides what is sent, by what it is called."""
+    names, found = _names(runtime), {}
+    optimizer, scheduler = runtime.attributes["basic_optimizer"], runtime.attributes["lr_scheduler"]
+    if optimizer is not None:
+        sent = {*OWN, "defaults", *kept_by(optimizer)}
+        for name, value in vars(optimizer).items():
+            if name not in sent and not isinstance(value, OrderedDict):  # of hooks
+                found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = kept(value, names)
+    if scheduler is not None:
+        for name, value in vars(scheduler).items():
+            found[f"attribute {name!r} of the scheduler ({type(scheduler).__name__})"] = kept(value, names)
+    return found
+
+
+def beside_layers(runtime: Runtime) -> dict[str, Kept]:
+    """The same of the layers and the loss function."""
+    names, found = _names(runtime), {}
+    for path, layer in runtime.module.named_modules():
+        for name, value in vars(layer).items() if path else ():
+            sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
+            if name not in OF_ALL and not sent:
+                found[f"attribute {name!r} of layer {path} ({type(layer).__name__})"] = kept(value, names)
+    loss = getattr(runtime.module, "loss_fn", None)
+    if loss is not None and not isinstance(loss, nn.Module):
+        found["what the loss function keeps"] = kept(loss, names)
+    return found
+
+
+def newer(now: Mapping[str, Kept], began: Mapping[str, Kept]) -> dict[str, int]:
+    """Digests of what has tensors in it, or has changed since it was as it ``began``."""
+    return {name: each.digest for name, each in now.items() if each.tensors or began.get(name) != each}
+
+
+def _names(runtime: Runtime) -> dict[int, str]:
+    """What the parameters are called, by their ``id``: scripts use it as a key."""
+    return {id(p): f"parameter {name}" for name, p in runtime.module.named_parameters()}
+
+
+def kept(value: Any, names: Mapping[int, str]) -> Kept:
+    """What is in ``value``; ``names``: of parameters, by their ``id``."""
+    walk = _Walk(names)
+    digest = 0
+    for each in walk.told(value, 0):
+        digest = zlib.crc32(each.encode(), digest)
+    return Kept(digest, walk.tensors)
+
+
+@dataclass
+class _Walk:
+    """One walk through an object and all that it has, told as text that is equal where the objects are."""
+
+    names: Mapping[int, str]
+    tensors: bool = False
+    looked: int = 0
+
+    def __post_init__(self) -> None:
+        self._seen: dict[int, Any] = {}
+
+    def told(self, value: Any, depth: int) -> Iterator[str]:
+        self.looked += 1
+        if type(value) is int and value in self.names:
+            yield self.names[value]
+        elif isinstance(value, SCALARS):
+            yield f"{type(value).__name__} {value!r}"
+        elif isinstance(value, torch.Tensor):
+            yield self.names[id(value)] if id(value) in self.names else self._of_tensor(value)
+        elif isinstance(value, (numpy.ndarray, numpy.generic)):
+            self.tensors = True
+            yield f"{value.dtype} {value.shape} {zlib.crc32(numpy.ascontiguousarray(value).tobytes())}"
+        elif isinstance(value, GENERATORS):
+            yield f"generator {_state_of(value)}"
+        elif id(value) in self._seen or depth > _DEPTH or self.looked > _MOST:
+            yield f"a {type(value).__qualname__}"
+        else:
+            self._seen[id(value)] = value
+            yield from self._inside(value, depth + 1)
+
+    def _of_tensor(self, tensor: torch.Tensor) -> str:
+        self.tensors = True
+        if tensor.layout is not torch.strided or tensor.is_meta:
+            return f"a tensor {tensor.layout} {tuple(tensor.shape)}"
+        return f"tensor {checksum(tensor)}"
+
+    def _inside(self, value: Any, depth: int) -> Iterator[str]:
+        yield type(value).__qualname__
+        if isinstance(value, Mapping):
+            # In the order in which it was filled: keys by ``id`` have no other one.
+            for key, each in list(value.items()):
+                yield from self.told(key, depth)
+                yield from self.told(each, depth)
+        elif isinstance(value, (list, tuple, deque)):
+            for each in list(value):
+                yield from self.told(each, depth)
+        elif isinstance(value, (set, frozenset)):
+            yield from sorted(" ".join(self.told(each, depth)) for each in value)
+        elif isinstance(value, types.FunctionType):
+            yield value.__qualname__
+            for cell in value.__closure__ or ():
+                yield from self.told(content_of(cell), depth)
+        elif isinstance(value, types.MethodType):
+            yield from self.told(value.__self__, depth)
+        elif isinstance(value, functools.partial):
+            yield from self.told((value.func, value.args, value.keywords), depth)
+        elif not isinstance(value, (*_OPAQUE, *_OF_PROCESS)):
+            yield from self.told(getattr(value, "__dict__", {}), depth)
+
+
+def _state_of(generator: Any) -> int:
+    if isinstance(generator, torch.Generator):
+        return checksum(generator.get_state())
+    if isinstance(generator, random.Random):
+        state: Any = generator.getstate()
+    elif isinstance(generator, numpy.random.RandomState):
+        state = generator.get_state(legacy=False)
+    else:
+        state = generator.bit_generator.state
+    return zlib.crc32(repr(state).encode())

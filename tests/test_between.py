@@ -1,0 +1,208 @@
+"""What scripts keep where no copy of a stage gets it, and do to their stages between two steps: followed, or told."""
+
+from __future__ import annotations
+
+import collections
+import functools
+import json
+import random
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy
+import pytest
+import torch
+from torch import nn
+
+from bamboo_ds.engine.iteration.exchanged import exchange, pairs_of
+from bamboo_ds.engine.stage.beside import beside_layers, beside_steps, kept, newer
+from bamboo_ds.engine.stage.tracing import sum_of_bits
+from bamboo_ds.errors import UnsupportedError
+
+from .support.jobs import SUPPORT, Result, run_bamboo, write_config
+from .support.surviving import Reference, fault, survive
+
+pytestmark = pytest.mark.claim("state.md", "guides/exactness.md", "guides/scripts.md", "reference/guarantees.md")
+
+SCRIPT = SUPPORT / "train_between.py"
+CONFIG: dict[str, Any] = {"optimizer": None, "scheduler": None, "gradient_clipping": 0.0}
+CHECKED = {"redundancy": {"check_exact": None}}
+
+
+def run(folder: Path, way: str, *more: str, bamboo: dict[str, Any] | None = None) -> Result:
+    config = write_config(folder, CHECKED if bamboo is None else bamboo, 4, **CONFIG)
+    return run_bamboo(folder, 3, ["--stages", "3", "--steps", "8", "--way", way, *more], config, SCRIPT)
+
+
+# -- what is kept beside the state ----------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("way", "steps", "named"),
+    [
+        ("by-id", 1, r"Inexact: .* step 2, .* its replica is not what its owner has: parameter \d\.weight"),
+        ("lookahead", 2, r"Inexact: .* step 3, .* made after the first step lacks .* 'slow' of the optimizer \(Lookah"),
+        ("gathering", 2, r"Inexact: .* step 3, .* lacks .*: attribute 'statistics' of the optimizer \(Gathering\)"),
+        (
+            "queued",
+            0,
+            r"UnsupportedError: optimizer Queued keeps in its state .*\['history'\] is a deque",
+        ),
+        ("wrapping", 0, r"UnsupportedError: optimizer Wrapping has never called the constructor of torch"),
+    ],
+)
+def test_what_does_not_travel_is_named_in_the_first_steps(tmp_path: Path, way: str, steps: int, named: str) -> None:
+    """Before any loss, and with exit code 1: no restart could do better."""
+    result = run(tmp_path, way)
+    assert result.exit_code == 1
+    assert any(re.search(named, line) for line in result.output.splitlines()), result.output[-4000:]
+    assert len(result.events("step")) <= steps + 1 and not result.events("restart")
+
+
+@pytest.mark.integration
+def test_what_layers_gather_is_told_and_no_error(tmp_path: Path) -> None:
+    """Their results are compared; a list of what was seen makes no difference."""
+    result = run(tmp_path, "listing")
+    assert result.exit_code == 0, result.output[-4000:]
+    assert "have changed what copies of the stage do not get: attribute 'seen' of layer" in result.output
+    assert result.events("exact_checked")
+
+
+class Holder:
+    def __init__(self, **values: Any) -> None:
+        vars(self).update(values)
+
+
+def test_what_is_kept_is_told_apart() -> None:
+    parameters = [nn.Parameter(torch.zeros(2)) for _ in range(2)]
+    names = {id(p): f"parameter {n}" for n, p in enumerate(parameters)}
+    pairs = [
+        (lambda: {"a": [1, 2.0]}, lambda: {"a": [1, 2.5]}),
+        (lambda: collections.deque([1]), lambda: collections.deque([2])),
+        (lambda: Holder(x=torch.ones(2)), lambda: Holder(x=torch.zeros(2))),
+        (lambda: Holder(x=Holder(y={1})), lambda: Holder(x=Holder(y={2}))),
+        (lambda: {id(parameters[0]): 1}, lambda: {id(parameters[1]): 1}),
+        (lambda: numpy.ones(2), lambda: numpy.zeros(2)),
+        (lambda: random.Random(1), lambda: random.Random(2)),
+        (lambda: torch.Generator().manual_seed(1), lambda: torch.Generator().manual_seed(2)),
+        (lambda: functools.partial(max, 1), lambda: functools.partial(max, 2)),
+        (lambda: (lambda x: lambda: x)(1), lambda: (lambda x: lambda: x)(2)),
+    ]
+    for one, other in pairs:
+        assert kept(one(), names) == kept(one(), names)
+        assert kept(one(), names).digest != kept(other(), names).digest
+    assert kept(Holder(x=[torch.ones(1)]), names).tensors and not kept([parameters[0], 1], names).tensors
+    ring: dict[str, Any] = {}
+    ring["self"] = ring
+    assert kept(ring, names) == kept(ring, names)
+
+
+def test_only_what_has_changed_or_has_tensors_is_compared() -> None:
+    net = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    optimizer: Any = torch.optim.SGD(net.parameters(), lr=0.1)
+    optimizer.clock, optimizer.gathered, optimizer.count = Holder(name="rank 1"), Holder(seen=[]), 0
+    runtime: Any = SimpleNamespace(module=net, attributes={"basic_optimizer": optimizer, "lr_scheduler": None})
+    began = beside_steps(runtime) | beside_layers(runtime)
+    optimizer.count = 3  # numbers travel
+    assert not newer(beside_steps(runtime), began)
+    optimizer.gathered.seen.append(1.0)
+    optimizer.buffers = [torch.ones(2)]
+    assert {name.split("'")[1] for name in newer(beside_steps(runtime), began)} == {"gathered", "buffers"}
+    layer: Any = net["layer"]
+    layer.seen, layer.cache, layer.number = ["text"], torch.ones(2), 4  # tensors and numbers travel
+    assert [name.split("'")[1] for name in newer(beside_layers(runtime), began)] == ["seen"]
+
+
+# -- weights for evaluations ----------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("how", ["data", "copy", "state"])
+def test_weights_that_are_exchanged_for_evaluations_are_refused_in_the_first(tmp_path: Path, how: str) -> None:
+    result = run(tmp_path, f"ema-{how}", "--evaluate-every", "4")
+    assert result.exit_code == 1 and len(result.events("step")) == 4
+    assert "UnsupportedError: the script evaluates with weights that it has put into stage 0" in result.output
+    assert "bamboo_ds.evaluating_with(engine, 'ema')" in result.output and not result.events("restart")
+
+
+@pytest.mark.integration
+def test_no_evaluation_is_of_a_mixture(tmp_path: Path) -> None:
+    """Where a difference is to be told alone, the evaluation after a loss ends the job and gives no number."""
+    block = {"redundancy": {"on_mismatch": "warn", "check_exact": 0}}
+    faults = [fault(1, 5, "BackwardPass", 1)]
+    result = run(tmp_path, "ema-data", "--evaluate-every", "4", "--faults", json.dumps(faults), bamboo=block)
+    assert len(result.faults()) == 1 and result.exit_code == 1
+    assert "no process does so for the stages of ranks 1, which are lost: the evaluation would be one of a mixture" in (
+        result.output
+    )
+    assert "No copy of a stage has them" in result.output, "it is told in the first evaluation"
+    assert len(result.events("step")) == 8 and not result.events("restart")
+
+
+@pytest.mark.integration
+def test_evaluations_with_what_the_optimizer_keeps(tmp_path: Path, reference: Reference) -> None:
+    """Losses before an evaluation and in the middle of one; the numbers are those of stock DeepSpeed."""
+    faults = [fault(1, 2, "BackwardPass", 1), fault(2, 6, ".iteration.passes.forward", 1, evaluating=True)]
+    arguments = ("--steps", "8", "--way", "averaging", "--evaluate-every", "2")
+    survive(tmp_path, reference, faults, 3, arguments=arguments, micro_batches=4, script=SCRIPT, **CONFIG)
+
+
+def test_what_the_optimizer_does_not_keep_is_named() -> None:
+    net = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+    with pytest.raises(UnsupportedError, match="state of optimizer SGD has no 'ema' of the shape of parameter weight"):
+        pairs_of(optimizer, dict(net.named_parameters()), "ema")
+    for p in net.parameters():
+        optimizer.state[p]["ema"] = torch.full_like(p, 7.0)
+    before, pairs = (
+        [p.detach().clone() for p in net.parameters()],
+        pairs_of(optimizer, dict(net.named_parameters()), "ema"),
+    )
+    version = net.weight._version
+    exchange(pairs)
+    assert all(bool((p == 7).all()) for p in net.parameters()) and net.weight._version == version
+    exchange(pairs)
+    assert all(map(torch.equal, before, net.parameters()))
+
+
+def test_a_sum_of_bits_sees_changes_of_any_type() -> None:
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.complex64, torch.int8):
+        tensor = torch.arange(6).to(dtype).reshape(2, 3)
+        before = sum_of_bits([tensor, tensor.t()])
+        assert sum_of_bits([tensor.clone(), tensor.t().clone()]) == before
+        tensor[1, 1] += 1
+        assert sum_of_bits([tensor, tensor.t()]) != before
+    assert sum_of_bits([]) == sum_of_bits([])
+
+
+# -- freezing -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.integration
+def test_what_is_frozen_for_each_stage_is_frozen_on_all_copies(tmp_path: Path, reference: Reference) -> None:
+    """After a loss, and before one that hits the iteration in which it takes effect."""
+    faults = [fault(1, 2, "BackwardPass", 1), fault(0, 5, "BackwardPass", 2)]
+    arguments = ("--steps", "8", "--way", "freeze-visit", "--freeze-at", "5")
+    survive(tmp_path, reference, faults, 3, arguments=arguments, micro_batches=4, script=SCRIPT, **CONFIG)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("loss", [2, 6])
+def test_freezing_is_told_and_after_a_loss_starts_again(tmp_path: Path, reference: Reference, loss: int) -> None:
+    """Replicas follow what is frozen before a loss; after it a worker for each rank is needed: a restart has one."""
+    arguments = ("--steps", "8", "--way", "freeze", "--freeze-at", "4")
+    faults = [fault(1, loss, "BackwardPass", 1)]
+    if loss > 4:
+        result = survive(tmp_path, reference, faults, 3, arguments=arguments, micro_batches=4, script=SCRIPT, **CONFIG)
+        assert "the script has frozen parameters of its stage between two calls" in result.output
+        return
+    result = run(tmp_path, *arguments[3:4], *arguments[4:], "--faults", json.dumps(faults), bamboo={})
+    assert len(result.faults()) == 1 and result.exit_code == 0, result.output[-4000:]
+    assert len(result.events("restart")) == 1
+    assert "no process runs as rank 1 now: if its script would go on to freeze parameters" in result.output
+    undisturbed = reference(3, 1, 4, *arguments, script=SCRIPT, **CONFIG)
+    found = [each["losses"] for each in (*result.ranks().values(), *result.joined())]
+    assert found and all(each == undisturbed.ranks()[0]["losses"] for each in found)
