@@ -12,6 +12,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 import torch
 from torch import nn
@@ -259,6 +260,7 @@ def test_optimizer_state_keeps_its_types() -> None:
     given, loaded = make(), make()
     third = torch.tensor([1 / 3, 2 / 3], dtype=torch.float64)
     state = {"wide": third, "mask": torch.tensor([True, False]), "nested": {"wide": [third.float()]}, "count": 3}
+    state |= {"phase": "warm", "past": ["a", ("b", None)], "seen": numpy.arange(3.0), "largest": numpy.float32(0.5)}
     given.state[given.param_groups[0]["params"][1]] = state
     load_optimizer(loaded, given.state_dict())
     found = loaded.state[loaded.param_groups[0]["params"][1]]
@@ -266,6 +268,9 @@ def test_optimizer_state_keeps_its_types() -> None:
     assert found["mask"].dtype == torch.bool
     assert found["nested"]["wide"][0].equal(third.float()) and found["nested"]["wide"][0].dtype == torch.float32
     assert found["count"] == 3 and len(loaded.state) == 1
+    assert found["phase"] == "warm" and found["past"] == ["a", ("b", None)]
+    assert found["seen"].tolist() == [0.0, 1.0, 2.0] and found["seen"] is not state["seen"]
+    assert type(found["largest"]) is numpy.float32 and found["largest"] == 0.5
 
 
 def test_clones_share_nothing() -> None:

@@ -8,12 +8,22 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed.runtime import utils
 from torch import distributed as dist
 
 from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.stage import sharded, shares
 from bamboo_ds.engine.stage.answers import Answers
-from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode, global_norm, in_ring_order
+from bamboo_ds.engine.stage.commit import (
+    Contribution,
+    Form,
+    Measured,
+    clipping_factor,
+    decode,
+    encode,
+    global_norm,
+    in_ring_order,
+)
 from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.shares import Shares, all_reduce, shares_of
 from bamboo_ds.errors import ProtocolError
@@ -63,6 +73,20 @@ def test_norms_of_tensor_slices() -> None:
     assert [ask(answers, data), ask(answers, model)] == [2 + 8, 255]
     squares = [1.0, 2.0, 4.0, 3.0, 6.0, 0.0, 9.0, 0.0]
     assert float(global_norm(layout, squares)) == (3.0 + 4.0) / 2
+
+
+@pytest.mark.parametrize("limit", [0.1, 0.3, 0.5, 1.0])
+def test_gradients_are_clipped_as_by_deepspeed(limit: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also to a norm that is no power of two, of which a reciprocal rounds twice."""
+    one = SimpleNamespace(all_reduce=lambda *_, **__: None, get_world_size=lambda group: 1)
+    monkeypatch.setattr(utils, "dist", one)
+    monkeypatch.setattr(utils, "groups", SimpleNamespace(_get_data_parallel_group=lambda: None))
+    for seed in range(20):
+        given = torch.randn(50, generator=torch.Generator().manual_seed(seed))
+        parameter = torch.nn.Parameter(torch.zeros(50))
+        parameter.grad = given.clone()
+        norm = utils.clip_grad_norm_([parameter], limit)
+        assert given.mul(clipping_factor(norm, limit)).equal(parameter.grad)
 
 
 def test_gathers_are_left_to_the_exchange_of_shards() -> None:

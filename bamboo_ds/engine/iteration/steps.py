@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-import torch
-
 from ...comm.attachment import Answer
 from ...errors import ProtocolError
 from ..context.shared import InContext
@@ -16,7 +14,7 @@ from ..replicas.building import StageBuilder
 from ..replicas.replica import checksums, combined
 from ..stage.answers import Answers, Refusal, stepping_alone
 from ..stage.chunks import ChunkedStep
-from ..stage.commit import global_norm
+from ..stage.commit import clipping_factor, global_norm
 from ..stage.rng import Drawing
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import take_step
@@ -63,7 +61,7 @@ class Steps(InContext):
         The factor is computed on the host, which knows the norm: a device gets it with each multiplication.
         """
         norm = global_norm(self.layout, self.progress.agreed.squares[0])
-        factor = torch.clamp(float(self.ds.gradient_clipping()) / (norm.reshape(()) + 1e-6), max=1.0)
+        factor = clipping_factor(norm, float(self.ds.gradient_clipping()))
         for parameter in self.ds.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.mul_(factor)

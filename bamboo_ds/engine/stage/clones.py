@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
 from types import ModuleType
 from typing import Any
 
@@ -135,9 +136,10 @@ def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
 def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
     """Load ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
 
-    torch gives all of them the type of their parameter, and moves them to its device.
+    torch gives all of them the type of their parameter, and moves them to its device. Text and arrays of NumPy are kept
+    from it: it would make one of the generator of their parts.
     """
-    optimizer.load_state_dict(given)
+    optimizer.load_state_dict({**given, "state": _without_iterables(given["state"])})
     own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
     for parameter, number in zip(own, numbers, strict=True):
@@ -145,8 +147,19 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
             optimizer.state[parameter] = _retyped(optimizer.state[parameter], given["state"][number])
 
 
+def _without_iterables(value: Any) -> Any:
+    """``value`` with ``None`` in the place of text and of arrays in it."""
+    if isinstance(value, dict):
+        return {key: _without_iterables(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(_without_iterables, value))
+    return None if isinstance(value, Iterable) and not torch.is_tensor(value) else value
+
+
 def _retyped(loaded: Any, given: Any) -> Any:
-    """``loaded`` with the tensors of ``given`` where theirs are of another type."""
+    """``loaded`` with the tensors of ``given`` where theirs are of another type, and with its text and arrays."""
+    if loaded is None and not torch.is_tensor(given):
+        return copy.copy(given)
     if torch.is_tensor(given) and torch.is_tensor(loaded):
         return loaded if loaded.dtype == given.dtype else given.to(loaded.device)
     if isinstance(given, dict) and isinstance(loaded, dict):

@@ -207,3 +207,8 @@ def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
         total = in_ring_order([torch.tensor([square], dtype=torch.float32) for square in part])
         norms.append(total.pow(0.5) * 1.0 / float(layout.copies))
     return in_ring_order(norms)
+
+
+def clipping_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
+    """What DeepSpeed's ``clip_grad_norm_`` multiplies gradients with: a quotient of two numbers in fp32."""
+    return torch.clamp(torch.tensor(limit, dtype=torch.float32) / (norm.reshape(()) + 1e-6), max=1.0)
