@@ -221,7 +221,10 @@ def test_a_script_that_does_not_come_to_its_engine(tmp_path: Path, monkeypatch: 
     popen = subprocess.Popen
     begun: list[Any] = []
 
+    monkeypatch.setattr(dry_run.standard_input, "inherited", lambda: -9)
+
     def sleeping(command: list[str], **settings: Any) -> Any:
+        assert settings["stdin"] == -9, "what workers would have"
         begun.append(popen([sys.executable, "-c", "input()"], **{**settings, "stdin": subprocess.PIPE}))
         return begun[-1]
 

@@ -20,6 +20,7 @@ import click
 from rich.table import Table
 
 from ..config import config_path_from_argv
+from ..control import standard_input
 from ..control.agent.command import place_variables
 from ..control.leader.boundary import policy_of
 from ..control.settings import MemberOptions
@@ -192,7 +193,7 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "bamboo_ds.cli.building", str(result), *script],
                 env={**os.environ, **_environment(address, slots)},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if os.isatty(0) else standard_input.inherited(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
