@@ -205,13 +205,17 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
             finally:
                 _end(process)
         if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text())
-            found.update((name, tuple(each)) for name, each in found.items() if isinstance(each, list))
-            return Built(**found)
+            told: dict[str, Any] = json.loads(result.read_text())
+            told.update((name, tuple(each)) for name, each in told.items() if isinstance(each, list))
+            return Built(**told)
         if code == 0:
             return Built(unknown="the script ends without a call of deepspeed.initialize")
         last = output.read_text(errors="replace").splitlines()[-_LINES:]
-        return Built(problem="\n  | ".join([f"the script ends with code {code} before deepspeed.initialize", *last]))
+        size = f"-n {slots.workers}" if slots.ranks is None else f"--ranks {slots.ranks}"
+        found = (
+            f"the script, as one rank of {slots.world_size} ({size}), ends with code {code} before deepspeed.initialize"
+        )
+        return Built(problem="\n  | ".join([found, *last]))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
