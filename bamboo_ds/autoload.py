@@ -7,6 +7,7 @@ patches modules when (and if) they are imported:
   backend;
 * ``deepspeed.runtime.engine``: constructing a ``PipelineEngine`` with a ``"bamboo"`` block in its
   configuration gives a :class:`~bamboo_ds.engine.BambooPipelineEngine`;
+* ``deepspeed.runtime.pipe.module``: a model that the job's ranks cannot compute is refused with the numbers that could;
 * ``torch.utils.cpp_extension``: a worker that compiles an extension, or waits for one, says so (:mod:`.compiling`);
 * Megatron's that print and write (see :mod:`.megatron`): they ask who speaks for a lost rank. Once more when the engine
   is built: a package that imports torch itself (GPT-NeoX) defines its functions after this hook has looked at it, and
@@ -33,6 +34,7 @@ from .patching import MEGATRON
 _PATCHES: dict[str, tuple[str, str]] = {
     "deepspeed.comm.comm": ("hooks", "patch_comm"),
     "deepspeed.runtime.engine": ("hooks", "patch_engine"),
+    "deepspeed.runtime.pipe.module": ("hooks", "patch_pipe"),
     "torch.utils.cpp_extension": ("compiling", "patch"),
     **dict.fromkeys(MEGATRON, ("megatron", "patch")),
 }

@@ -67,10 +67,35 @@ def patch_engine(module: ModuleType) -> None:
     setattr(base, MARK, True)
 
 
+def patch_pipe(module: ModuleType) -> None:
+    """Have ``PipelineModule`` say which numbers of ranks would do, in a job that has another one."""
+
+    def wrap(original: Any) -> Any:
+        signature = inspect.signature(original)
+
+        @functools.wraps(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            if _job() is not None:
+                from .supported import check_ranks
+
+                given = signature.bind_partial(self, *args, **kwargs).arguments
+                check_ranks(module.dist.get_world_size(), given.get("num_stages"), given.get("topology"))
+            original(self, *args, **kwargs)
+
+        return __init__
+
+    patch(module.PipelineModule, "__init__", wrap)
+
+
+def _job() -> Any:
+    """This worker's job; ``None`` in other processes, and before the script has asked for its process groups."""
+    jobs = sys.modules.get(f"{__package__}.worker.job")  # not there in a job without the block
+    return jobs.job_if_any() if jobs is not None else None
+
+
 def _further_class(cls: type) -> type:
     """The class of an engine without a block: ``cls``, or in a job that has the block what guards its calls."""
-    jobs = sys.modules.get(f"{__package__}.worker.job")  # not there in a job without the block
-    job = jobs.job_if_any() if jobs is not None else None
+    job = _job()
     if job is None:
         return cls
     from deepspeed.runtime.pipe.engine import PipelineEngine

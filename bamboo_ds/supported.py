@@ -61,6 +61,37 @@ def check_config(source: Any) -> None:
         )
 
 
+def check_ranks(ranks: int, stages: int | None, topology: Any) -> None:
+    """Refuse a model that so many ranks cannot compute.
+
+    Args:
+        ranks: of the job.
+        stages: ``num_stages`` of the ``PipelineModule``.
+        topology: the ``ProcessTopology`` that it is given, which counts more than ``stages``; ``None``: it gets one.
+
+    Raises:
+        ConfigError: names the numbers of ranks that would do.
+    """
+    how = (
+        "`-n` of bamboo run says how many, or `--ranks` where there are more ranks than members; under another "
+        "launcher it is the number of processes"
+    )
+    if topology:
+        needed = topology.world_size()
+        if needed != ranks:
+            axes = ", ".join(f"{axis} {topology.get_dim(axis)}" for axis in topology.get_axis_names())
+            raise ConfigError(
+                f"the topology of the script's PipelineModule ({axes}) needs {needed} ranks, but the job has {ranks}: "
+                f"start it with {needed} ({how})"
+            )
+    elif stages and ranks % stages:
+        fitting = [each for each in (ranks // stages * stages, (ranks // stages + 1) * stages) if each]
+        raise ConfigError(
+            f"the script's PipelineModule has {stages} stages (num_stages), but the job has {ranks} ranks, which is no "
+            f"multiple of that: start it with {' or '.join(map(str, fitting))} ({how})"
+        )
+
+
 def check_schedule() -> None:
     """Refuse schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
 

@@ -8,13 +8,16 @@ import os
 import re
 import subprocess
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe import schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.pipe.topology import PipeDataParallelTopology
 
 from bamboo_ds import hooks
 from bamboo_ds.cli.options import block_of
@@ -351,6 +354,38 @@ def test_replaced_schedules_are_refused(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(schedule, "TrainSchedule", ZeroBubbleH1Pipeline)
     with pytest.raises(UnsupportedError, match=r"ZeroBubbleH1Pipeline.*--enable-zbh1-pipeline"):
         check_schedule()
+
+
+@pytest.mark.parametrize(
+    ("ranks", "given", "words"),
+    [
+        (4, {"num_stages": 2}, None),
+        (4, {"topology": PipeDataParallelTopology(2, 2)}, None),
+        (4, {"num_stages": 3}, r"has 3 stages \(num_stages\), .* job has 4 ranks, .* start it with 3 or 6 \(`-n` of"),
+        (2, {"num_stages": 3}, r"start it with 3 \("),
+        (
+            4,
+            {"num_stages": 3, "topology": PipeDataParallelTopology(3, 2)},
+            r"pipe 3, data 2\) needs 6 ranks, .* has 4: ",
+        ),
+    ],
+)
+def test_a_wrong_number_of_ranks_is_told_with_the_right_ones(
+    ranks: int, given: dict[str, Any], words: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class PipelineModule:
+        def __init__(self, layers: Any, num_stages: Any = None, topology: Any = None) -> None:
+            built.append(num_stages)
+
+    built: list[Any] = []
+    module: Any = SimpleNamespace(PipelineModule=PipelineModule, dist=SimpleNamespace(get_world_size=lambda: ranks))
+    hooks.patch_pipe(module)
+    PipelineModule([], **given)
+    assert built.pop() == given.get("num_stages"), "in other jobs DeepSpeed says what it makes of it"
+    monkeypatch.setattr(hooks, "_job", object)
+    with nullcontext() if words is None else pytest.raises(ConfigError, match=words):
+        PipelineModule([], **given)
+    assert len(built) == (words is None)
 
 
 @pytest.mark.parametrize("as_path", [False, True], ids=["mapping", "path"])

@@ -116,12 +116,17 @@ def test_what_a_script_builds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 @pytest.mark.integration
 def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for arguments, attribute, words in (
-        (("all", "3"), "problem", r"num_stages \(3\) must divide distributed world size \(4\)"),
+        (
+            ("all", "3"),
+            "problem",
+            r"^the script's PipelineModule has 3 stages .* 4 ranks, .*: start it with 3 or 6 \(`-n`",
+        ),
         (("refused", "2"), "problem", r'"sparse_gradients": set it to false'),
         (
             ("raises", "2"),
             "problem",
-            r"ends with code 1 before deepspeed\.initialize\n(.*\n)*  \| .*RuntimeError: a test",
+            r"^the script, as one rank of 4 \(-n 4\), ends with code 1 before deepspeed\.initialize\n(.*\n)*"
+            r"  \| .*RuntimeError: a test",
         ),
         (("picky", "2"), "unknown", r"^Picky cannot be built on torch's meta device: "),
         (("looks", "2"), "unknown", r"^the script needs values of parameters, .* meta device.*: .*item\(\).*"),
@@ -221,7 +226,10 @@ def test_a_script_that_does_not_come_to_its_engine(tmp_path: Path, monkeypatch: 
     popen = subprocess.Popen
     begun: list[Any] = []
 
+    monkeypatch.setattr(dry_run.standard_input, "inherited", lambda: -9)
+
     def sleeping(command: list[str], **settings: Any) -> Any:
+        assert settings["stdin"] == -9, "what workers would have"
         begun.append(popen([sys.executable, "-c", "input()"], **{**settings, "stdin": subprocess.PIPE}))
         return begun[-1]
 

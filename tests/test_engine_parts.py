@@ -8,11 +8,13 @@ from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.monitor import csv_monitor
 from torch.utils._pytree import tree_map
 
 from bamboo_ds.config import BambooConfig
@@ -23,6 +25,7 @@ from bamboo_ds.engine.data.batches import PipelineBatches, Source
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.measures import IdleTimes
+from bamboo_ds.engine.operations.monitors import Monitors
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.stage.commit import alike, encode_drawn
 from bamboo_ds.engine.stage.runtime import StageRuntime
@@ -331,3 +334,30 @@ def test_how_long_a_pass_takes_is_known_when_the_device_is_through_with_it() -> 
     last.synchronize()
     assert idle.busy_until() is None
     assert 0.01 <= (idle.duration("forward") or 0.0) < 5
+
+
+@pytest.mark.parametrize(
+    ("variable", "heads"), [(None, 2), ("BAMBOO_RESTART_COUNT", 1), ("BAMBOO_JOINER", 1)], ids=["run", "again", "joins"]
+)
+def test_a_later_worker_of_rank_0_goes_on_with_its_tables(
+    variable: str | None, heads: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In another run in the same folder DeepSpeed's monitor begins again, and so does this one."""
+    monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
+    settings = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
+    session: Any = SimpleNamespace(acting_for=lambda rank, call: nullcontext())
+
+    def write(step: int) -> None:
+        tables = csv_monitor.csvMonitor(settings)
+        master = SimpleNamespace(enabled=True, csv_monitor=tables, write_events=tables.write_events)
+        monitors = Monitors(master, 0, session, lambda: True)
+        monitors.write_events([("a/loss", 1.5, step)])
+        monitors.write_events([("a/loss", 2.5, step + 1), ("a/new one", step, step)])
+
+    write(1)
+    if variable is not None:
+        monkeypatch.setenv(variable, "1")
+    write(3)
+    lines = (tmp_path / "job" / "a_loss.csv").read_text().splitlines()
+    assert lines.count("step,loss") == heads and lines[0] == "step,loss"
+    assert [line for line in lines if line != "step,loss"] == ["1,1.5", "2,2.5", "3,1.5", "4,2.5"]

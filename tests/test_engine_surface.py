@@ -41,12 +41,13 @@ def config(folder: Path, bamboo: dict[str, Any] | None, **more: Any) -> Path:
 
 
 def told(folder: Path, own: bool = False) -> dict[str, list[list[str]]]:
-    """What the monitors have written, without the headers that every writer begins with: DeepSpeed's tags, or ours."""
+    """The tables that the monitors have written, each with the one head of stock's: DeepSpeed's tags, or ours."""
     found = {}
     for file in (folder / "monitor" / "job").iterdir():
         if file.name.startswith("bamboo_") is own:
             with open(file) as lines:
-                found[file.name] = [row for row in csv.reader(lines) if row[0] != "step"]
+                head, *found[file.name] = csv.reader(lines)
+            assert head[0] == "step" and not any(row[0] == "step" for row in found[file.name]), file.name
     return found
 
 

@@ -8,6 +8,7 @@ contributes to a collective what this process does, so that a sum of ones counts
 
 from __future__ import annotations
 
+import inspect
 import json
 import os
 import re
@@ -21,6 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from ..bare import bare
+from ..errors import ConfigError
 from ..processes import die_with_parent
 from ..topology.memory import optimizer_name
 
@@ -97,6 +99,7 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     from ..comm import attachment, backend
     from ..comm.c10d import dist
     from ..comm.calls import naming
+    from ..supported import check_ranks
 
     sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[attr-defined]  # compiles
     original: Any = deepspeed.comm.comm.init_distributed
@@ -120,11 +123,16 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     package: Any = sys.modules["bamboo_ds"]
     package.init_distributed = lambda config, **kwargs: init_distributed(**kwargs)
     build = PipelineModule.__init__
+    signature = inspect.signature(build)
 
     def build_without_memory(self: Any, *args: Any, **kwargs: Any) -> None:
+        given = signature.bind_partial(self, *args, **kwargs).arguments
         try:
+            check_ranks(int(os.environ["WORLD_SIZE"]), given.get("num_stages"), given.get("topology"))
             with _meta():
                 build(self, *args, **kwargs)
+        except ConfigError as error:
+            end(Built(problem=str(error)))
         except _NoMeta as error:
             end(Built(unknown=str(error)))
 

@@ -20,6 +20,7 @@ import click
 from rich.table import Table
 
 from ..config import config_path_from_argv
+from ..control import standard_input
 from ..control.agent.command import place_variables
 from ..control.leader.boundary import policy_of
 from ..control.settings import MemberOptions
@@ -192,7 +193,7 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
             process = subprocess.Popen(
                 [sys.executable, "-u", "-m", "bamboo_ds.cli.building", str(result), *script],
                 env={**os.environ, **_environment(address, slots)},
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.DEVNULL if os.isatty(0) else standard_input.inherited(),
                 stdout=file,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
@@ -204,13 +205,17 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
             finally:
                 _end(process)
         if result.exists():
-            found: dict[str, Any] = json.loads(result.read_text())
-            found.update((name, tuple(each)) for name, each in found.items() if isinstance(each, list))
-            return Built(**found)
+            told: dict[str, Any] = json.loads(result.read_text())
+            told.update((name, tuple(each)) for name, each in told.items() if isinstance(each, list))
+            return Built(**told)
         if code == 0:
             return Built(unknown="the script ends without a call of deepspeed.initialize")
         last = output.read_text(errors="replace").splitlines()[-_LINES:]
-        return Built(problem="\n  | ".join([f"the script ends with code {code} before deepspeed.initialize", *last]))
+        size = f"-n {slots.workers}" if slots.ranks is None else f"--ranks {slots.ranks}"
+        found = (
+            f"the script, as one rank of {slots.world_size} ({size}), ends with code {code} before deepspeed.initialize"
+        )
+        return Built(problem="\n  | ".join([found, *last]))
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

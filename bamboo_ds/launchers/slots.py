@@ -16,6 +16,7 @@ from multiprocessing.connection import wait
 from types import FrameType
 from typing import BinaryIO
 
+from ..control import standard_input
 from ..control.agent.mailbox import Mailbox
 from ..control.agent.neighbours import report_dead_agent
 from ..control.registry.keys import Keys
@@ -52,7 +53,7 @@ class _Agent:
             self.process = subprocess.Popen(
                 settings.agent_command,
                 env=dataclasses.replace(settings, result_fd=write_end).environment(),
-                stdin=subprocess.DEVNULL,
+                stdin=standard_input.inherited(),
                 pass_fds=[write_end],
                 start_new_session=True,  # Ctrl-C is for the launcher, which ends the others in order
             )

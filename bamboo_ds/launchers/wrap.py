@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 
+from ..control import standard_input
 from ..control.settings import MemberOptions
 from ..errors import LaunchError
 from ..processes import die_with_parent, process_space, started
@@ -52,6 +53,7 @@ class Wrapper(JobOwner):
             self._launcher = subprocess.Popen(
                 command,
                 env=self._environment(stack),
+                stdin=standard_input.inherited(),
                 start_new_session=True,  # Ctrl-C is for this process, which ends the members in order
                 preexec_fn=lambda: die_with_parent(signal.SIGTERM, me),
             )

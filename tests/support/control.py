@@ -32,10 +32,18 @@ DEADLINE_S = 40.0
 class Job:
     """One job. ``ranks[r]`` is worker r's connection; ``told`` all that the workers told, in order.
 
-    ``ignored`` is a signal that the launcher is started to ignore, as ``nohup`` does.
+    ``ignored`` is a signal that the launcher is started to ignore, as ``nohup`` does; ``stdin`` a descriptor that it is
+    given as its standard input.
     """
 
-    def __init__(self, folder: Path, world: int, *options: str, ignored: signal.Signals | None = None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        world: int,
+        *options: str,
+        ignored: signal.Signals | None = None,
+        stdin: int | None = None,
+    ) -> None:
         self.folders: set[Path] = set()
         self.seen: dict[int, psutil.Process] = {}
         self.world = world
@@ -64,6 +72,7 @@ class Job:
             self.environment,
             self.log.fileno(),
             ignored=() if ignored is None else (ignored,),
+            stdin=stdin,
         )
 
     # -- what workers tell --------------------------------------------------------------------------
@@ -282,10 +291,10 @@ def start(tmp_path: Path) -> Iterator[Start]:
     """Starts jobs; after the test nothing of them may be left."""
     jobs: list[Job] = []
 
-    def launch(world: int, *options: str, ignored: signal.Signals | None = None) -> Job:
+    def launch(world: int, *options: str, **more: Any) -> Job:
         folder = tmp_path / f"job-{len(jobs)}"
         folder.mkdir()
-        jobs.append(Job(folder, world, *options, ignored=ignored))
+        jobs.append(Job(folder, world, *options, **more))
         return jobs[-1]
 
     ended_by_test = False

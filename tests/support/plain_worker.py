@@ -84,6 +84,8 @@ for text in words:
     elif word == "print":
         print(*rest, flush=True)
         tell("printed")
+    elif word == "read":
+        tell("read", text=os.read(0, int(rest[0])).decode())
     elif word == "close":
         channel.close()
         tell("threads", names=[t.name for t in threading.enumerate()])

@@ -153,8 +153,9 @@ def start(
     ignored: Sequence[signal.Signals] = (),
     fork: bool = True,
     stock: bool = False,
+    stdin: int | None = None,
 ) -> Process:
-    """Start a Python program in a session of its own, without input and with its output in ``log``.
+    """Start a Python program in a session of its own, with its output in ``log``.
 
     Args:
         arguments: ``[python, SCRIPT or "-m" MODULE, …]``.
@@ -165,6 +166,7 @@ def start(
         ignored: signals that it ignores from the beginning; all others have their defaults.
         fork: it may be forked, and what the product starts in it.
         stock: it must not find anything of ours imported.
+        stdin: descriptor of its standard input; ``None``: it has none.
     """
     server = _get_server() if fork else None
     if server is None:
@@ -177,7 +179,7 @@ def start(
         return subprocess.Popen(
             command,
             env=dict(env),
-            stdin=subprocess.DEVNULL,
+            stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=log,
             stderr=log,
             pass_fds=pass_fds,
@@ -194,7 +196,8 @@ def start(
     }
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull) as nothing:
-        server.request(request, [nothing.fileno(), log, log, *pass_fds, theirs.fileno()], stock)
+        given = nothing.fileno() if stdin is None else stdin
+        server.request(request, [given, log, log, *pass_fds, theirs.fileno()], stock)
         return Forked(ours, arguments)
 
 

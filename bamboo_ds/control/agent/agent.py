@@ -24,6 +24,7 @@ from ...observe.events import EventWriter
 from ...processes import end_descendants
 from ...topology.plan import Plan
 from ...variables import ENV_LISTENER
+from .. import standard_input
 from ..loop import AgentLoop
 from ..messages import EventReport, ExitNotice, Heartbeat, Peers, PlanPush, parse_to_agent
 from ..notices import Notice
@@ -91,13 +92,14 @@ class Agent:
             logger.warning("threads run before the worker is started (%s): what is forked beside them may hang", names)
         listener = Listener.open(settings.address)
         self._place = str(listener.place)
-        with listener.socket:
+        with listener.socket, standard_input.of_worker(settings) as stdin:
             self._worker = WorkerProcess(
                 observed(settings.command),
                 {**environment, ENV_LISTENER: listener.handed_on()},
                 self._output.stdout,
                 self._output.stderr,
                 [listener.socket.fileno(), *self._timeline.fds],
+                stdin,
             )
         logs.set_context(member=self._id)
         logs.begin_files()

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import wait
 
+from .. import standard_input
 from ..settings import AgentSettings
 from .mailbox import Mailbox
 
@@ -47,7 +48,10 @@ class DataWorkers:
         )
         # It ends with us, at the latest by `end_descendants`.
         process = subprocess.Popen(
-            settings.agent_command, env=settings.environment(), stdin=subprocess.DEVNULL, start_new_session=True
+            settings.agent_command,
+            env=settings.environment(),
+            stdin=standard_input.inherited(),
+            start_new_session=True,
         )
         self._processes.append(process)
 

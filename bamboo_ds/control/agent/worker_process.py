@@ -60,12 +60,14 @@ class WorkerProcess:
         stdout: int | None = None,
         stderr: int | None = None,
         fds: Collection[int] = (),
+        stdin: int | None = subprocess.DEVNULL,
     ) -> None:
         """Spawn ``argv``; raises :class:`LaunchError` if it cannot be executed.
 
         Args:
             stdout, stderr: its output; ``None``: that of this process.
             fds: what it inherits besides.
+            stdin: its input; ``None``: that of this process.
         """
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
@@ -80,7 +82,7 @@ class WorkerProcess:
                 self._process = subprocess.Popen(
                     argv,
                     env={**env, **told},
-                    stdin=subprocess.DEVNULL,
+                    stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
                     pass_fds=[theirs.fileno(), *tied, *fds],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -12,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
 
+from ...variables import ENV_JOINER, ENV_RESTARTS
 from ..context.shared import InContext
 from ..stage.answers import ignore
 
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
 
 class Monitors:
     """In the place of DeepSpeed's monitors, which write in the process of rank 0 only.
+
+    DeepSpeed begins each CSV table with a head. A process that writes after another one of the job goes on with the
+    tables that it finds.
 
     Args:
         master: DeepSpeed's, as this process has it.
@@ -33,6 +38,7 @@ class Monitors:
         self._master: Any = master
         self._complete = rank == 0 or not master.enabled
         self._session, self._speaks = session, speaks
+        self._first = rank == 0 and not (os.environ.get(ENV_JOINER) or os.environ.get(ENV_RESTARTS))
 
     @property
     def enabled(self) -> bool:
@@ -47,10 +53,29 @@ class Monitors:
             if not self._complete:
                 # A second file of events in the same folder, or the same table continued.
                 self._master, self._complete = MonitorMaster(self._master.monitor_config), True
+            if not self._first:
+                self._continue_tables(event_list)
             self._master.write_events(event_list)
+
+    def _continue_tables(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
+        """Have DeepSpeed's CSV monitor write no head into tables that have one."""
+        tables = getattr(self._master, "csv_monitor", None)
+        if tables is None:
+            return
+        for name, *_ in event_list:
+            table = name.replace("/", "_").replace(" ", "_")  # as DeepSpeed names the file
+            if table not in tables.filenames and _has_content(os.path.join(tables.log_dir, f"{table}.csv")):
+                tables.filenames.append(table)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._master, name)
+
+
+def _has_content(path: str) -> bool:
+    try:
+        return os.path.getsize(path) > 0
+    except FileNotFoundError:
+        return False
 
 
 #: Undisturbed iterations whose median duration is taken for that of an ordinary one.
