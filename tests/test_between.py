@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.engine.iteration.exchanged import exchange, pairs_of
-from bamboo_ds.engine.stage.beside import beside_layers, beside_steps, kept, newer
+from bamboo_ds.engine.stage.beside import beside_layers, beside_steps, contents_of, newer
 from bamboo_ds.engine.stage.tracing import sum_of_bits
 from bamboo_ds.errors import UnsupportedError
 
@@ -92,12 +92,12 @@ def test_what_is_kept_is_told_apart() -> None:
         (lambda: (lambda x: lambda: x)(1), lambda: (lambda x: lambda: x)(2)),
     ]
     for one, other in pairs:
-        assert kept(one(), names) == kept(one(), names)
-        assert kept(one(), names).digest != kept(other(), names).digest
-    assert kept(Holder(x=[torch.ones(1)]), names).tensors and not kept([parameters[0], 1], names).tensors
+        assert contents_of(one(), names) == contents_of(one(), names)
+        assert contents_of(one(), names).digest != contents_of(other(), names).digest
+    assert contents_of(Holder(x=[torch.ones(1)]), names).tensors and not contents_of([parameters[0], 1], names).tensors
     ring: dict[str, Any] = {}
     ring["self"] = ring
-    assert kept(ring, names) == kept(ring, names)
+    assert contents_of(ring, names) == contents_of(ring, names)
 
 
 def test_only_what_has_changed_or_has_tensors_is_compared() -> None:

@@ -205,7 +205,7 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     assert not any(only_rounded(mine, theirs) for mine in unknown)
     told: list[str] = []
     monkeypatch.setattr(
-        "bamboo_ds.engine.iteration.verdict.logger", SimpleNamespace(error=lambda _, e: told.append(str(e)))
+        "bamboo_ds.engine.iteration.conclusions.logger", SimpleNamespace(error=lambda _, e: told.append(str(e)))
     )
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: enabled)
     enabled = False

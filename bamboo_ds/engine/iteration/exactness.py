@@ -42,10 +42,11 @@ from ..context.operation import Outcome
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.building import StageBuilder
-from ..stage.beside import Kept, beside_layers, beside_steps, newer
+from ..stage.beside import Contents, beside_layers, beside_steps, newer
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import Traces, checksum, given_back, owner_of, tensors_in
 from .boundaries import on_device
+from .conclusions import Conclusions
 from .facts import (
     BESIDE,
     NOT_SENT,
@@ -61,7 +62,6 @@ from .facts import (
 )
 from .recomputing import release_cache
 from .reduction import Reduction
-from .verdict import Verdict
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -83,17 +83,17 @@ class ExactChecks(InContext):
     steps: int = field(default=0, init=False)
     redone: int = field(default=0, init=False)
     rests: bool = field(default=False, init=False)
-    _verdict: Verdict = field(init=False)
+    _conclusions: Conclusions = field(init=False)
     _traces: Traces = field(default_factory=Traces, init=False)
     _brought: list[StageRuntime] = field(default_factory=list, init=False)
     _skipped: set[Role] = field(default_factory=set, init=False)
     _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
     _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
     #: What this member's own optimizers, schedulers and layers kept beside what is sent when the check began.
-    _began: dict[Role, dict[str, Kept]] = field(default_factory=dict, init=False)
+    _began: dict[Role, dict[str, Contents]] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
-        self._verdict = Verdict(self.context)
+        self._conclusions = Conclusions(self.context)
 
     def begin(self, steps: int) -> None:
         """Check so many steps, as the members have agreed."""
@@ -141,7 +141,7 @@ class ExactChecks(InContext):
                     if last:
                         self._compare_beside()
                 if last:
-                    self._verdict.conclude(self.steps)
+                    self._conclusions.conclude(self.steps)
             return renew
         except EpochChanged:
             self._tell_unchecked(last)
@@ -193,7 +193,7 @@ class ExactChecks(InContext):
                     if self.epoch.shadows(role):
                         self._rehearse(lanes, transport, role)
                 self._look_closer(lanes, transport, owned, REHEARSAL)
-            self._verdict.tally.rehearsals += 1
+            self._conclusions.tally.rehearsals += 1
             self.binding.use(before)
             self._put_back()
 
@@ -201,11 +201,11 @@ class ExactChecks(InContext):
     def _timed(self) -> Iterator[None]:
         begin = time.monotonic()
         yield
-        self._verdict.tally.seconds += time.monotonic() - begin
+        self._conclusions.tally.seconds += time.monotonic() - begin
 
     def _rehearse(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> None:
         """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
-        replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._verdict.tally
+        replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._conclusions.tally
         if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
             tally.changed.add(role)
             self._skipped.add(role)
@@ -251,7 +251,7 @@ class ExactChecks(InContext):
         self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
         self.binding.use(replica)
         self._check(lanes, transport, role, self._computed(role))
-        self._verdict.tally.roles.add(role)
+        self._conclusions.tally.roles.add(role)
 
     def _put_back(self) -> None:
         """Park again what was brought to the device for rehearsals."""
@@ -344,11 +344,11 @@ class ExactChecks(InContext):
                 try:
                     self._check(lanes, transport, role, state_of(replica))
                 except torch.OutOfMemoryError as error:
-                    self._verdict.tally.exhausted.add(role)
+                    self._conclusions.tally.exhausted.add(role)
                     logger.warning("the replica of role %s is not compared, for want of memory: %s", role, error)
         self._look_closer(lanes, transport, owned, REPLICA)
         transport.drain()  # the next step changes what was sent
-        self._verdict.tally.steps += 1
+        self._conclusions.tally.steps += 1
 
     def _compare_beside(self) -> None:
         """Compare what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
@@ -367,7 +367,7 @@ class ExactChecks(InContext):
             lacking = [lacks(theirs, own) for theirs, own in zip((steps, layers), mine, strict=True)]
             if lacking[1]:
                 logger.warning(NOT_SENT, role, ", ".join(lacking[1][:10]))
-            self._verdict.tell(role, lacking[0], BESIDE, rounded=False)
+            self._conclusions.tell(role, lacking[0], BESIDE, rounded=False)
         transport.drain()
 
     # -- comparing ----------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class ExactChecks(InContext):
     def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
         """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
         theirs = self._receive(lanes, transport, role)
-        self._verdict.tally.tensors += len({*mine, *theirs})
+        self._conclusions.tally.tensors += len({*mine, *theirs})
         names = suspects(summed(mine), theirs)
         if names:
             self._suspected[role] = {name: mine[name] for name in names if name in mine}, names
@@ -413,7 +413,7 @@ class ExactChecks(InContext):
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
         """Tell what differs; raises :class:`Inexact` if that ends the job."""
         rounded = what == REHEARSAL and self._may_round() and only_rounded(mine, theirs)
-        self._verdict.tell(role, differences(mine, theirs), what, rounded)
+        self._conclusions.tell(role, differences(mine, theirs), what, rounded)
 
     def _may_round(self) -> bool:
         """Whether kernels may give another result each time, and the user has not asked for the check.

@@ -11,7 +11,7 @@ import torch
 
 from ...topology import Role
 from ..replicas.replica import capture
-from ..stage.beside import Kept
+from ..stage.beside import Contents
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import checksum
 
@@ -70,7 +70,7 @@ def reasons(what: str, ends: bool) -> tuple[str, str]:
     return "a copy that was made after the first step lacks what its owner has gathered", _STEPS[1]
 
 
-def lacks(theirs: Mapping[str, int], mine: Mapping[str, Kept]) -> list[str]:
+def lacks(theirs: Mapping[str, int], mine: Mapping[str, Contents]) -> list[str]:
     """Names of what an owner has, by digests, and a copy has not."""
     return [name for name, digest in theirs.items() if name not in mine or mine[name].digest != digest]
 

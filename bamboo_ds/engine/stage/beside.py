@@ -39,7 +39,7 @@ _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, torch.o
 _OF_PROCESS = (logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType)
 
 
-class Kept(NamedTuple):
+class Contents(NamedTuple):
     """What an attribute has in it.
 
     Attributes:
@@ -61,7 +61,7 @@ class Runtime(Protocol):
         """The stage's module."""
 
 
-def beside_steps(runtime: Runtime) -> dict[str, Kept]:
+def beside_steps(runtime: Runtime) -> dict[str, Contents]:
     """What the optimizer and the scheduler of ``runtime`` keep besides what is sent, by what it is called."""
     names, found = _names(runtime), {}
     optimizer, scheduler = runtime.attributes["basic_optimizer"], runtime.attributes["lr_scheduler"]
@@ -69,28 +69,28 @@ def beside_steps(runtime: Runtime) -> dict[str, Kept]:
         sent = {*OWN, "defaults", *kept_by(optimizer)}
         for name, value in vars(optimizer).items():
             if name not in sent and not isinstance(value, OrderedDict):  # of hooks
-                found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = kept(value, names)
+                found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
     if scheduler is not None:
         for name, value in vars(scheduler).items():
-            found[f"attribute {name!r} of the scheduler ({type(scheduler).__name__})"] = kept(value, names)
+            found[f"attribute {name!r} of the scheduler ({type(scheduler).__name__})"] = contents_of(value, names)
     return found
 
 
-def beside_layers(runtime: Runtime) -> dict[str, Kept]:
+def beside_layers(runtime: Runtime) -> dict[str, Contents]:
     """The same of the layers and the loss function."""
     names, found = _names(runtime), {}
     for path, layer in runtime.module.named_modules():
         for name, value in vars(layer).items() if path else ():
             sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
             if name not in OF_ALL and not sent:
-                found[f"attribute {name!r} of layer {path} ({type(layer).__name__})"] = kept(value, names)
+                found[f"attribute {name!r} of layer {path} ({type(layer).__name__})"] = contents_of(value, names)
     loss = getattr(runtime.module, "loss_fn", None)
     if loss is not None and not isinstance(loss, nn.Module):
-        found["what the loss function keeps"] = kept(loss, names)
+        found["what the loss function keeps"] = contents_of(loss, names)
     return found
 
 
-def newer(now: Mapping[str, Kept], began: Mapping[str, Kept]) -> dict[str, int]:
+def newer(now: Mapping[str, Contents], began: Mapping[str, Contents]) -> dict[str, int]:
     """Digests of what has tensors in it, or has changed since it was as it ``began``."""
     return {name: each.digest for name, each in now.items() if each.tensors or began.get(name) != each}
 
@@ -100,13 +100,13 @@ def _names(runtime: Runtime) -> dict[int, str]:
     return {id(p): f"parameter {name}" for name, p in runtime.module.named_parameters()}
 
 
-def kept(value: Any, names: Mapping[int, str]) -> Kept:
+def contents_of(value: Any, names: Mapping[int, str]) -> Contents:
     """What is in ``value``; ``names``: of parameters, by their ``id``."""
     walk = _Walk(names)
     digest = 0
     for each in walk.told(value, 0):
         digest = zlib.crc32(each.encode(), digest)
-    return Kept(digest, walk.tensors)
+    return Contents(digest, walk.tensors)
 
 
 @dataclass

@@ -20,7 +20,7 @@ _NAMED = 100
 
 
 @dataclass(eq=False)
-class Verdict(InContext):
+class Conclusions(InContext):
     """Tells what differs, and in the end that nothing does.
 
     Attributes:
