@@ -332,6 +332,26 @@ def test_where_every_rank_is_needed_no_worker_joins_to_draw_batches() -> None:
     assert "nobody draws the batches of rank 0 any more" in action.reason
 
 
+def test_a_worker_that_ends_before_it_has_drawn_is_not_started_for_ever() -> None:
+    """Its script has gone another way while it was replayed; a restart has a worker for each rank."""
+    job = Simulated(hosts(4))
+    job.one = deciding(0.0, 1.0, max_restarts=1)
+    job.notice(0, 3)
+    job.settle()
+    for name in {"m0", "m3"} & set(job.members):  # the last one that draws
+        del job.members[name]
+        job.left[name] = left_record(name, "lost")
+    assert isinstance(job.step(), WritePlan)
+    job.enter()
+    assert isinstance(job.step(), StartDataWorker)
+    job.left["m4"] = left_record("m4", "finished").model_copy(update={"slot": 4, "step": 7})
+    assert isinstance(job.step(), StartDataWorker), "it has trained, and has come to its end"
+    job.left["m4"] = job.left["m4"].model_copy(update={"step": None})
+    action = job.step()
+    assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+    assert "worker m4, which was to do so, has ended before" in action.reason
+
+
 def test_a_loss_while_a_member_leaves() -> None:
     job = Simulated(hosts(4))
     job.notice(2)

@@ -106,7 +106,8 @@ class Decider:
         if action == Wait() and plan.layout is not None and not self._is_calm(view):
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
-                    return self._unfed(plan, at) if every_rank(view) else fed(view, plan, at)
+                    why = _unable(view, plan)
+                    return fed(view, plan, at) if why is None else self._unfed(plan, at, why)
             change = next_change(view, plan, self._policy(view, plan))
             if change is not None:
                 return change
@@ -185,12 +186,9 @@ class Decider:
         redundant = any(report.redundant for report in view.reports.values())
         return policy_of(plan.world, redundant, self._settings)
 
-    def _unfed(self, plan: Plan, at: tuple[int, ...]) -> Action:
-        """A new worker could draw the batches of the ends ``at``, but not replay what all ranks have computed."""
-        what = (
-            f"nobody draws the batches of rank {at[-1]} any more, and a worker that joins cannot replay what the "
-            'script computes with an engine without a "bamboo" block'
-        )
+    def _unfed(self, plan: Plan, at: tuple[int, ...], why: str) -> Action:
+        """A new worker could draw the batches of the ends ``at``, but does not get there."""
+        what = f"nobody draws the batches of rank {at[-1]} any more, and {why}"
         if self._restarts is None:
             return StopJob(EXIT_FATAL_LOSS, what)
         return WritePlan(fatal_plan(plan, plan.members), what)
@@ -299,6 +297,22 @@ class Decider:
 
 def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
     return record is not None and record.epoch == epoch
+
+
+def _unable(view: View, plan: Plan) -> str | None:
+    """Why no worker that joins would come to where it draws batches; ``None``: one would."""
+    if every_rank(view):
+        return (
+            "a worker that joins cannot replay what the script computes with an engine without a "
+            '"bamboo" block, or does between two steps'
+        )
+    ended = [r.id for r in view.left.values() if r.outcome == "finished" and r.step is None]
+    if any(view.left[each].slot >= plan.world.size for each in ended):
+        return (
+            f"worker {', '.join(sorted(ended))}, which was to do so, has ended before: while its script replays alone "
+            "it goes another way, such as by a broadcast from another rank, which then gives it its own value"
+        )
+    return None
 
 
 def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
