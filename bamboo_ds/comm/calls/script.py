@@ -42,7 +42,7 @@ from .table import Collective
 ThreadContext = Literal["engine", "script", "replay"]
 
 #: Packages whose frames are not the script's.
-_LIBRARIES = ("bamboo_ds", "torch", "deepspeed")
+_LIBRARIES = ("bamboo_ds", "torch", "deepspeed", "typing_extensions")
 #: Attributes of torch's options of collectives.
 _OPTIONS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp")
 

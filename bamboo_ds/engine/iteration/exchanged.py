@@ -96,7 +96,8 @@ class ExchangedWeights(InContext):
             self._found = (
                 f"{what}. No copy of a stage has them, so that no evaluation after a loss would be right. {_CURE}"
             )
-            logger.warning("%s", self._found)
+            if self.epoch.leads:
+                logger.warning("%s", self._found)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
