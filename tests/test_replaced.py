@@ -4,23 +4,39 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from deepspeed.runtime import engine as engine_module
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe import p2p, schedule
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.module import PipelineModule
+from torch import distributed as dist
 
 from bamboo_ds.engine import BambooPipelineEngine
 from bamboo_ds.engine.script import replaced
-from bamboo_ds.engine.script.replaced import CALLED, CLIPPING, ENGINE, HANDLERS, MODULE, P2P, SCHEDULES, Replacements
+from bamboo_ds.engine.script.replaced import (
+    CALLED,
+    CLIPPING,
+    ENGINE,
+    HANDLERS,
+    MODULE,
+    P2P,
+    SCHEDULES,
+    WRAPPED,
+    Replacements,
+)
 from bamboo_ds.engine.stage import deepspeed_adapter
+from bamboo_ds.engine.stage.answers import ClipAnswers
+from bamboo_ds.engine.stage.commit import global_norm
 from bamboo_ds.errors import UnsupportedError
+from bamboo_ds.topology import Layout
 
 pytestmark = pytest.mark.claim("reference/limits.md")
 
@@ -83,10 +99,9 @@ WHERE = rf"{Path(__file__).name}:{LINE}\)"
 
 #: Where something is put, its name there, and how it is called.
 PLACES: list[tuple[Any, str, str]] = [
-    *((PipelineEngine, name, f"PipelineEngine.{name}") for name in (*ENGINE, *CALLED, "clip_fp32_gradients")),
+    *((PipelineEngine, name, f"PipelineEngine.{name}") for name in (*ENGINE, *CALLED)),
     (DeepSpeedEngine, "save_checkpoint", "DeepSpeedEngine.save_checkpoint"),
     (DeepSpeedEngine, "allreduce_gradients", "DeepSpeedEngine.allreduce_gradients"),
-    (engine_module, "clip_grad_norm_", "deepspeed.runtime.engine.clip_grad_norm_"),
     *((PipelineModule, name, f"PipelineModule.{name}") for name in MODULE),
     *((p2p, name, f"deepspeed.runtime.pipe.p2p.{name}") for name in P2P),
 ]
@@ -110,11 +125,8 @@ def test_what_would_have_no_effect_is_refused(
 @pytest.mark.parametrize("kind", HANDLERS, ids=lambda kind: kind.__name__)
 def test_handlers_of_instructions_are_refused(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
     before = Replacements(BambooPipelineEngine)
-    for replacement in (
-        mine,
-        around(MAP[kind]),
-        MAP[schedule.SendGrad if kind is schedule.RecvGrad else schedule.RecvGrad],
-    ):
+    wrappers = [] if kind in WRAPPED else [around(MAP[kind])]
+    for replacement in (mine, *wrappers, MAP[schedule.SendGrad if kind is schedule.RecvGrad else schedule.RecvGrad]):
         monkeypatch.setitem(MAP, kind, replacement)
         for check in (lambda: before.check(Engine()), lambda: Replacements(BambooPipelineEngine)):
             with pytest.raises(UnsupportedError, match=rf"_INSTRUCTION_MAP\[{kind.__name__}\] of DeepSpeed by"):
@@ -159,11 +171,106 @@ def test_each_call_of_the_engine_looks(name: str) -> None:
         getattr(engine, name)(None)
 
 
-def test_clipping_that_is_not_used_may_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(DeepSpeedEngine, "clip_fp32_gradients", mine)
-    monkeypatch.setattr(engine_module, "clip_grad_norm_", mine)
-    monkeypatch.setattr(Engine, "clips", 0.0)
-    Replacements(BambooPipelineEngine).check(Engine())
+def test_what_is_to_be_done_instead_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gradient release, and of steps."""
+    before = Replacements(BambooPipelineEngine)
+    for kind, cure in ((schedule.ReduceGrads, "gradient release"), (schedule.OptimizerStep, "the `step` of an opt")):
+        monkeypatch.setitem(MAP, kind, mine)
+        for check in (lambda: before.check(Engine()), lambda: Replacements(BambooPipelineEngine)):
+            with pytest.raises(UnsupportedError, match=f"for all copies of a stage. .*{cure}"):
+                check()
+        monkeypatch.undo()
+
+
+# -- what is honoured -----------------------------------------------------------------------------------------
+
+
+class Held:
+    """Has a handler that the script has kept elsewhere than in a closure."""
+
+
+@pytest.mark.parametrize("kind", WRAPPED, ids=lambda kind: kind.__name__)
+def test_a_wrapper_of_a_handler_that_computes_is_called(kind: type, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ``initialize`` and after it, however it holds DeepSpeed's handler."""
+    before, stock, held = Replacements(BambooPipelineEngine), MAP[kind], Held()
+    held.handler = stock  # type: ignore[attr-defined]
+    called = []
+
+    def noting(engine: Any, original: Any = stock, **arguments: Any) -> None:
+        called.append((engine, arguments))
+
+    for wrapper in (around(stock), around(around(stock)), functools.partial(mine, stock), noting, lambda *a: held):
+        monkeypatch.setitem(MAP, kind, wrapper)
+        before.check(Engine())
+        Replacements(BambooPipelineEngine).check(Engine())
+    monkeypatch.setitem(MAP, kind, noting)
+    method = {"LoadMicroBatch": "load_micro_batch", "ForwardPass": "forward_pass", "BackwardPass": "backward_pass"}
+    engine: Any = Engine()
+    getattr(deepspeed_adapter.DeepSpeedAdapter(engine), method[kind.__name__])(3)
+    assert called == [(engine, {"buffer_id": 3})]
+
+
+@pytest.mark.parametrize(("place", "name"), [(DeepSpeedEngine, "clip_fp32_gradients"), (engine_module, CLIPPING[1])])
+def test_clipping_may_be_replaced(place: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ``initialize`` and after it; but not on the engine itself."""
+    before = Replacements(BambooPipelineEngine)
+    before.check(Engine())
+    assert not before.clipping
+    monkeypatch.setattr(place, name, lambda *a, **k: None)
+    for replacements in (before, Replacements(BambooPipelineEngine)):
+        replacements.check(Engine())
+        assert replacements.clipping
+        engine: Any = Engine()
+        engine.clip_fp32_gradients = mine
+        with pytest.raises(UnsupportedError, match="clip_fp32_gradients of the engine"):
+            replacements.check(engine)
+
+
+#: Two copies of three stages; squares by rank, as the commit has them.
+LAYOUT = Layout(2, 3)
+SQUARES = (1.0, 8.0, 4.0, 7.0, 4.0, 1.0)
+
+
+def clip_as_diffusion_pipe(own: float, answers: ClipAnswers, options: Any, op: Any = dist.ReduceOp.SUM) -> float:
+    """What ``utils/patches.py`` there sums up: over the stages, then over the copies."""
+    options.reduceOp = op
+    total = torch.tensor(own)
+    answers((0, 1, 2), "allreduce", ([total], options))
+    norm = total.pow(0.5) * 1.0 / 2.0
+    answers((0, 3), "allreduce", ([norm], options))
+    return float(norm)
+
+
+def test_the_sums_of_a_script_s_clipping_are_the_commit_s() -> None:
+    for role, own in zip(LAYOUT.roles, SQUARES, strict=True):
+        for near in (1.0, 1.0 + 1e-6):  # a parked replica computes in another memory
+            found = clip_as_diffusion_pipe(own * near, ClipAnswers(LAYOUT, role, SQUARES), options())
+            assert found == float(global_norm(LAYOUT, SQUARES)) == 3.5
+
+
+def options() -> Any:
+    return dist.AllreduceOptions()
+
+
+def test_other_collectives_of_a_script_s_clipping_are_refused() -> None:
+    role = LAYOUT.roles[2]
+    with pytest.raises(UnsupportedError, match=r"calls a collective, allreduce over ranks \[0, 1, 2\]"):
+        clip_as_diffusion_pipe(5.0, ClipAnswers(LAYOUT, role, SQUARES), options())  # another norm
+    with pytest.raises(UnsupportedError, match="clip by the norm that DeepSpeed clips by"):
+        clip_as_diffusion_pipe(4.0, ClipAnswers(LAYOUT, role, SQUARES), options(), dist.ReduceOp.MAX)
+    for ranks, operation in (((0, 1), "allreduce"), ((0, 1, 2), "broadcast")):
+        with pytest.raises(UnsupportedError, match=f"{operation} over ranks"):
+            ClipAnswers(LAYOUT, role, SQUARES)(ranks, operation, ([torch.tensor(4.0)], options()))
+    answers = ClipAnswers(LAYOUT, role, SQUARES)
+    clip_as_diffusion_pipe(4.0, answers, options())
+    with pytest.raises(UnsupportedError):  # a third sum
+        answers((0, 1, 2), "allreduce", ([torch.tensor(4.0)], options()))
+
+
+def test_a_norm_that_overflows_is_the_commit_s() -> None:
+    squares = (math.inf, *SQUARES[1:])
+    found = clip_as_diffusion_pipe(math.inf, ClipAnswers(LAYOUT, LAYOUT.roles[0], squares), options())
+    assert found == math.inf
 
 
 @pytest.mark.parametrize(

@@ -131,7 +131,8 @@ def check_the_lost(members: dict[str, list[dict[str, Any]]]) -> None:
     (lines,) = (lines for name, lines in members.items() if name.startswith("said-3-"))
     losses = [line for line in lines if any("lost" in reason for _, reason, _, _ in line["plans"])]
     assert [line["to"] for line in losses if "to" in line] == [2, 0]
-    assert {line["sent"] for line in lines if "sent" in line} == {"EpochChanged"}
+    assert {line["from"] for line in lines if "from" in line} == {0.5}
+    assert [line["heard"] for line in lines] == [line["step"] for line in lines]
     assert all(line["reduced"] == line["own"] for line in lines)
     # The group of ranks 0, 2, 3: sums of rank + 1, in which ranks 0 or 3 stand for the lost ones, too; or a joiner.
     own = [line["own"] for line in lines]
@@ -147,7 +148,7 @@ def check_what_is_told(result: Result, members: dict[str, list[dict[str, Any]]])
     assert len(set(places)) == len(places)
     assert all("train_with_collectives.py:" in place for _, place, *_ in places)
     operations = {operation for operation, *_ in places}
-    assert {"allreduce", "allgather", "reduce"} <= operations
+    assert {"allreduce", "allgather", "reduce", "send", "recv"} <= operations
     assert not {"barrier", "broadcast"} & operations, "they lack nothing: the root lives"
     assert "no process runs as ranks (2) now, and in the place of their shares are those that the" in result.output
     broadcasts = [e for e in result.events("collective_incomplete") if e["operation"] == "broadcast"]
@@ -396,7 +397,7 @@ def in_the_middle(script: ScriptCollectives, computed: bool) -> tuple[ScriptWork
 
 
 def told(gap: int, done: int, joining: bool = False) -> dict[str, Any]:
-    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}, "newcomers": {}}}
+    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}, "newcomers": {}, "had": {}}}
 
 
 def script_at(gap: int) -> ScriptCollectives:
@@ -412,7 +413,7 @@ def test_a_result_that_somebody_has_come_out_with_counts_for_all() -> None:
     script.agree({"a": told(4, 0), "b": told(4, 1)}, step=4)
     script.complete(work)
     assert work.over and tensor.item() == 3.0
-    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0, "newcomers": {}}
+    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0, "newcomers": {}, "had": {}}
 
 
 def test_a_result_that_nobody_has_come_out_with_is_dropped() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections import deque
 from collections.abc import Callable
 from datetime import timedelta
@@ -16,6 +17,7 @@ from . import p2p
 from .attachment import Attachment, current, group_key
 from .c10d import dist, registry
 from .calls.collectives import alone, start
+from .calls.messages import ScriptMessages
 from .calls.monitored import not_passed, timed_out
 from .calls.naming import NAME, making_groups_ours, naming_what_scripts_know, not_asking_for_devices
 from .calls.participants import Participants, founding, owning, surviving
@@ -306,6 +308,8 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """To group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("send")
+        if self._of_script:
+            return self._coalesced(self._messages.send(self, self._index, tensor, destination, tag))
         towards = self._towards(destination)
         if towards is None:
             return CompletedWork(tensors)
@@ -321,8 +325,11 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """From group rank ``source``."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("recv")
+        if self._of_script:
+            return self._coalesced(self._messages.receive(self, self._index, tensor, source, tag))
         towards = self._towards(source)
         if towards is None:
+            self._note_unheard()
             return CompletedWork(tensors, source)
         epoch, peer = towards
         key = self._stream(self._index, tag)
@@ -332,7 +339,10 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """From whoever sends first; ``source_rank()`` of the work tells."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("recv_anysource")
+        if self._of_script:
+            return self._coalesced(self._messages.receive(self, self._index, tensor, None, tag))
         if self._unheard:
+            self._note_unheard()
             return CompletedWork(tensors, self._index)
         epoch = self._attachment.current
         others = [member for member in self._among(epoch).members if member != epoch.member]
@@ -344,6 +354,25 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Whether messages go nowhere, in silence: this process builds its engine alone, or replays."""
         attachment = self._attachment
         return attachment.founders is None and (attachment.detached or attachment.context == "replay")
+
+    def _note_unheard(self) -> None:
+        """What a script that replays receives stays as it is, and may be part of a batch that is needed."""
+        if self._attachment.context == "replay":
+            self._messages.note_missed(calling_place())
+
+    @property
+    def _of_script(self) -> bool:
+        """Whether the script sends or receives, between two operations of its engine or in a thread of its own."""
+        attachment = self._attachment
+        if attachment.script is None or attachment.detached or attachment.founders or attachment.acting:
+            return False
+        return attachment.context == "script" or threading.current_thread() is not threading.main_thread()
+
+    @property
+    def _messages(self) -> ScriptMessages:
+        script = self._attachment.script
+        assert script is not None
+        return script.messages
 
     def _towards(self, index: int) -> tuple[Epoch, str] | None:
         """Epoch and member of a message to or from rank ``index`` of the group; ``None``: none goes, in silence.

@@ -147,14 +147,7 @@ class RecvWork(CompletedWork):
     def _take(self) -> None:
         assert self.message is not None
         (sent,) = self.message.tensors
-        tensor = self._result[0]
-        if sent.data.numel() != bare(tensor).numel() * bare(tensor).element_size():
-            raise RuntimeError(
-                f"recv: rank {self.message.sequence} sent {sent.data.numel()} bytes, "
-                f"the tensor takes {bare(tensor).numel() * bare(tensor).element_size()}"
-            )
-        # Like any transport of bytes: the receiver's dtype tells what they mean.
-        bare(tensor).copy_(sent.data.view(tensor.dtype).view(tensor.shape))
+        put(self._result[0], sent, self.message.sequence)
 
     def is_completed(self) -> bool:
         """Whether :meth:`wait` would return, or raise, at once."""
@@ -174,6 +167,16 @@ class RecvWork(CompletedWork):
     def get_future(self) -> torch.futures.Future[Any]:
         """As in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
+
+
+def put(tensor: torch.Tensor, sent: wire.WireTensor, source: int) -> None:
+    """Copy into ``tensor`` what rank ``source`` has ``sent``; raises ``RuntimeError`` if it is of another size."""
+    plain = bare(tensor)
+    size = plain.numel() * plain.element_size()
+    if sent.data.numel() != size:
+        raise RuntimeError(f"recv: rank {source} sent {sent.data.numel()} bytes, the tensor takes {size}")
+    # Like any transport of bytes: the receiver's dtype tells what they mean.
+    plain.copy_(sent.data.view(tensor.dtype).view(tensor.shape))
 
 
 def profiled(operation: str, tensor: torch.Tensor) -> Any:

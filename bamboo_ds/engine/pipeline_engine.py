@@ -189,8 +189,12 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         self._parts.iteration.steps.take_model_step(lr_kwargs)
 
     def clip_fp32_gradients(self) -> None:
-        """As DeepSpeed's, without collectives."""
-        self._parts.iteration.steps.clip_gradients()
+        """As DeepSpeed's, without collectives; a script's own in its place is called for each copy of a stage."""
+        if not self._replacements.clipping:
+            self._parts.iteration.steps.clip_gradients()
+            return
+        with self._parts.iteration.steps.clipping():
+            super().clip_fp32_gradients()
 
     def _report_progress(self, step: int) -> None:
         if self._parts is None or self._parts.binding.current.owned:
@@ -221,7 +225,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
             passing = self._parts is not None and self._parts.iteration.slices.passing
             return not passing and bool(super().curriculum_enabled_legacy())
 
-    #: By instruction. DeepSpeed's own map is left as it is: what a script puts into it is refused.
+    #: By instruction. DeepSpeed's own map is left as it is: see :mod:`.script.replaced` for what scripts put into it.
     HANDLERS = {
         stock.LoadMicroBatch: _by(lambda iteration: iteration.passes.load),
         stock.ForwardPass: _by(lambda iteration: iteration.passes.forward),

@@ -15,7 +15,9 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import PipelineModule
+from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.schedule import LoadMicroBatch, TrainSchedule
+from deepspeed.utils import groups
 from job_script import dump, initialize, options, steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
@@ -67,39 +69,73 @@ def loss_of(output: torch.Tensor, label: tuple[torch.Tensor, torch.Tensor]) -> t
 
 
 class PipelineDataLoader:
-    """Micro-batches of which each end of the pipeline gets its part, and zeros for the other."""
+    """Micro-batches of which each end of the pipeline draws all. The target depends on the noise, which is drawn from
+    torch's own generator; the first end sends its target to the last one. One micro-batch is drawn ahead.
+    """
 
     def __init__(self, engine: Any, size: int, pieces: int, batches: int, seed: int) -> None:
         self.engine, self.size, self.pieces, self.batches, self.seed = engine, size, pieces, batches, seed
-        self.epoch, self._drawn = 1, 0
+        self.reset()
 
     def reset(self) -> None:
-        self.epoch, self._drawn = 1, 0
+        self.epoch = 1
+        self._data, self._next = self._pull(), None
 
     def __iter__(self) -> Iterator[Any]:
         return self
 
     def __next__(self) -> Any:
+        found = next(self._data) if self._next is None else self._next
+        self._next = next(self._data, None)
+        if self._next is None:
+            self._data, self.epoch = self._pull(), self.epoch + 1
+        return found
+
+    def _pull(self) -> Iterator[Any]:
+        grid = self.engine.grid
+        for batch in range(self.batches):
+            number = self.seed + batch * grid.get_data_parallel_world_size() + grid.get_data_parallel_rank()
+            latents = torch.randn(self.size * self.pieces, HIDDEN, generator=torch.Generator().manual_seed(number))
+            time, noise = torch.sigmoid(torch.randn(len(latents), 1)), torch.randn_like(latents)
+            target = self._passed_on(noise - latents)
+            features = (1 - time) * latents + time * noise, time
+            parts = (torch.split(tensor, self.size) for tensor in (*features, target))
+            for noisy, at, piece in zip(*parts, strict=True):
+                yield (noisy, at), (piece, torch.tensor([]))
+
+    def _passed_on(self, target: torch.Tensor) -> torch.Tensor:
         assert self.engine.is_first_stage() or self.engine.is_last_stage()
         grid = self.engine.grid
-        number = self._drawn % (self.batches * self.pieces) * grid.get_data_parallel_world_size()
-        generator = torch.Generator().manual_seed(self.seed + number + grid.get_data_parallel_rank())
-        latents, noise = (torch.randn(self.size, HIDDEN, generator=generator) for _ in range(2))
-        time = torch.rand(self.size, 1, generator=generator)
-        self._drawn += 1
-        self.epoch = 1 + self._drawn // (self.batches * self.pieces)
-        features = (1 - time) * latents + time * noise, time
-        label = noise - latents, torch.tensor([])
-        if not self.engine.is_first_stage():
-            features = torch.zeros_like(features[0]), torch.zeros_like(time)
-        if not self.engine.is_last_stage():
-            label = torch.zeros_like(label[0]), torch.tensor([])
-        return features, label
+        if self.engine.is_first_stage():
+            dist.send(target, grid.stage_to_global(self.engine.num_stages - 1))
+        else:
+            dist.recv(target, grid.stage_to_global(0))
+        return target
 
     def sync_epoch(self) -> None:
         found: list[Any] = [None] * dist.get_world_size()
         torch.distributed.all_gather_object(found, self.epoch)
         self.epoch = max(found)
+
+
+def clip(engine: Any) -> None:
+    """As DeepSpeed's clipping, but for stages without gradients as well."""
+    parts, mpu = [p.grad for p in engine.module.parameters() if p.grad is not None], engine.mpu
+    norms = [part.float().norm(2) for part in parts] if mpu.get_model_parallel_rank() == 0 else []
+    total = torch.stack(norms).square().sum() if norms else torch.zeros(1)
+    dist.all_reduce(total, op=dist.ReduceOp.SUM, group=mpu.get_model_parallel_group())
+    norm = total.pow(0.5) / float(dist.get_world_size(group=groups._get_data_parallel_group()))
+    dist.all_reduce(norm, group=groups._get_data_parallel_group())
+    factor = torch.clamp(engine.gradient_clipping() / (norm + 1e-6), max=1.0)
+    for part in parts:
+        part.mul_(factor)
+
+
+def broadcast_trained(engine: Any) -> None:
+    """All have read the frozen parameters from the same files."""
+    for parameter in engine.module.parameters():
+        if parameter.requires_grad:
+            dist.broadcast(parameter.data, groups._get_broadcast_src_rank(), group=engine.seq_data_parallel_group)
 
 
 def apply_patches() -> None:
@@ -114,6 +150,8 @@ def apply_patches() -> None:
         return [sum(p.numel() for p in layer.parameters()) for layer in module._layer_specs]
 
     TrainSchedule.steps, PipelineModule._count_layer_params = load_first, count_all
+    DeepSpeedEngine.clip_fp32_gradients = lambda engine: clip(engine)
+    DeepSpeedEngine._broadcast_model = broadcast_trained
 
 
 class ManualPipelineModule(PipelineModule):
@@ -140,7 +178,8 @@ def data_iterator_for_step(loader: PipelineDataLoader, engine: Any, count: int) 
 
 
 def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
-    losses = []
+    losses, state = [], torch.get_rng_state()
+    torch.manual_seed(engine.grid.get_data_parallel_rank())  # the same at both ends
     with torch.no_grad():
         while loader.epoch == 1:
             engine.reset_activation_shape()
@@ -148,6 +187,7 @@ def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
             losses.append(engine.eval_batch(iterator, num_micro_batches=loader.pieces).item())
             loader.sync_epoch()
     loader.reset()
+    torch.set_rng_state(state)
     return sum(losses) / len(losses)
 
 
@@ -191,7 +231,7 @@ def main() -> None:
         if engine.global_steps == 3:
             engine.set_train_batch_size(engine.train_batch_size() // pieces * 3)
         engine.reset_activation_shape()
-        iterator = loader if engine.is_first_stage() or engine.is_last_stage() else None
+        iterator = data_iterator_for_step(loader, engine, engine.gradient_accumulation_steps())
         losses.append(engine.train_batch(iterator).item())
         loader.sync_epoch()
         if engine.global_steps % 4 == 0:

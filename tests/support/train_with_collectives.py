@@ -29,7 +29,6 @@ from torch import distributed as dist
 from torch import nn
 
 import bamboo_ds
-from bamboo_ds.errors import EpochChanged
 
 RANKS = 4
 OWN = (0, 2, 3)
@@ -120,15 +119,19 @@ def main() -> None:
         told = [{"rank": rank, "step": step} if rank == 0 or dies else None, "x" * step]
         dist.broadcast_object_list(told, src=0)
         said["told"] = told
+        if rank == 1:
+            dist.send(torch.tensor([step]), dst=3)
+        elif rank == 3:
+            heard = torch.tensor([-1])
+            dist.recv(heard, src=1)
+            said["heard"] = int(heard)
         if rank == 3 and any(view.lost for view in views):
-            # Nobody runs as the lost rank: neither may a message to it wait for ever.
+            # Nobody runs as the lost rank: neither may a message to it wait for ever, nor one from it.
             lost = next(r for r in range(RANKS) if r not in views[-1].ranks)
-            said["to"] = lost
-            try:
-                dist.send(torch.ones(1), dst=lost)
-                said["sent"] = "yes"
-            except EpochChanged:
-                said["sent"] = "EpochChanged"
+            dist.send(torch.ones(1), dst=lost)
+            nothing = torch.tensor([0.5])
+            dist.recv(nothing, src=lost)
+            said["to"], said["from"] = lost, float(nothing)
         said["plans"] = [[v.epoch, v.reason, list(v.ranks), list(map(list, v.roles))] for v in views]
         views.clear()
         over = torch.tensor([int((out / "over").exists())])

@@ -24,7 +24,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from types import FrameType
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 
@@ -35,6 +35,7 @@ from ..c10d import dist
 from ..epoch import Epoch
 from ..work import NO_TIMEOUT, future_of
 from .collectives import start
+from .messages import Attached, Group, ScriptMessages
 from .participants import Participants, surviving
 from .table import Collective
 
@@ -47,32 +48,9 @@ _LIBRARIES = ("bamboo_ds", "torch", "deepspeed", "typing_extensions")
 _OPTIONS = ("reduceOp", "rootRank", "rootTensor", "timeout", "asyncOp")
 
 
-class Group(Protocol):
-    """What a collective asks of the handle of its group; see ``BambooProcessGroup``."""
-
-    key: str
-    ranks: tuple[int, ...]
-    timeout: timedelta
-
-    def rank(self) -> int: ...
-
-
-class Attached(Protocol):
-    """What script collectives ask of their session."""
-
-    @property
-    def member(self) -> str: ...
-
-    @property
-    def plan(self) -> Plan | None: ...
-
-    @property
-    def current(self) -> Epoch: ...
-
-
 @dataclass(frozen=True)
 class Lacking:
-    """A collective of the script in which not every rank has the share that it had at the start of the job.
+    """A collective or message of the script in which not every rank has the share that it had when the job began.
 
     Attributes:
         operation: as torch's backends call it.
@@ -93,6 +71,9 @@ class Lacking:
 
 class ScriptCollectives:
     """What a script does between operations, for one process. Of the main thread alone.
+
+    Attributes:
+        messages: its sends and receives.
 
     Args:
         session: this process's data plane.
@@ -119,6 +100,7 @@ class ScriptCollectives:
         self._begun: dict[str, int] = {}
         self._open: deque[ScriptWork] = deque()
         self._newcomers: dict[str, int] = {}  # members by the operation that each has taken part in first
+        self.messages = ScriptMessages(session, lambda: self.absent, self._recover_all, self._note_message)
 
     @property
     def context(self) -> ThreadContext:
@@ -133,11 +115,12 @@ class ScriptCollectives:
         self._newcomers = {member: step for member, step in self._newcomers.items() if step >= number}
         self._done.clear()
         self._begun.clear()
+        self.messages.begin_gap(number)
 
     def record(self) -> dict[str, Any]:
         """What the others must know after a loss (JSON)."""
-        told = {"gap": self._gap, "done": dict(self._done), "open": len(self._open)}
-        return {**told, "newcomers": dict(self._newcomers)}
+        told = {"gap": self._gap, "done": dict(self._done), "open": len(self._open) + self.messages.open}
+        return {**told, "newcomers": dict(self._newcomers), "had": self.messages.had}
 
     def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Learn what has become of the collectives that this member is in.
@@ -156,6 +139,7 @@ class ScriptCollectives:
                 best = {key: max(best.get(key, 0), told["done"].get(key, 0)) for key in {*best, *told["done"]}}
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
+        self.messages.agree({member: record["script"]["had"] for member, record in records.items()})
 
     def first_begun(self) -> ScriptWork | None:
         """The first collective that this member has begun and not come out of; from any thread."""
@@ -242,6 +226,15 @@ class ScriptCollectives:
         if told not in self._told:
             self._told.add(told)
             self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
+
+    def _note_message(self, operation: str, ranks: tuple[int, ...], lost: int, result: str) -> str:
+        """Tell, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""
+        place = calling_place()
+        told = place, operation, ranks, lost
+        if told not in self._told and self._on_lacking is not None:
+            self._told.add(told)
+            self._on_lacking(Lacking(operation, ranks, (lost,), (), place, result))
+        return place
 
     @property
     def session(self) -> Attached:

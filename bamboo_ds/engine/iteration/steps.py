@@ -12,7 +12,7 @@ from ...errors import ProtocolError
 from ..context.shared import InContext
 from ..replicas.building import StageBuilder
 from ..replicas.replica import checksums, combined
-from ..stage.answers import Answers, Refusal, stepping_alone
+from ..stage.answers import Answers, ClipAnswers, Refusal, stepping_alone
 from ..stage.chunks import ChunkedStep
 from ..stage.commit import clipping_factor, global_norm
 from ..stage.rng import Drawing
@@ -65,6 +65,12 @@ class Steps(InContext):
         for parameter in self.ds.module.parameters():
             if parameter.grad is not None:
                 parameter.grad.data.mul_(factor)
+
+    def clipping(self) -> AbstractContextManager[None]:
+        """In the body a function of the script's clips the bound role: its sums are those that the commit agreed on."""
+        role = self.binding.current.role
+        answers = ClipAnswers(self.layout, role, self.progress.agreed.squares[0])
+        return self.groups.acting_for(role, answers)
 
     def _answering(self, runtime: StageRuntime) -> AbstractContextManager[None]:
         """In the body this process is the rank of ``runtime``; what its optimizer reduces is what the commit knows."""

@@ -34,6 +34,13 @@ from ..stage.wrappers import is_sharded, stage_optimizer
 
 logger = logging.getLogger("bamboo_ds")
 
+#: What follows from parts that are missing.
+_OF_COLLECTIVES = (
+    "Sums and means of what all ranks have alike are right; those of parameters or optimizer states of each rank, such "
+    "as a norm over all stages, are wrong until each rank has a process that computes its stage again"
+)
+_OF_MESSAGES = "What the script computes from it must be right without it: both ranks have to have the same"
+
 
 @dataclass(eq=False)
 class ScriptCalls(InContext):
@@ -268,18 +275,17 @@ class ScriptCalls(InContext):
             self._depth -= 1
 
     def tell(self, lacking: Lacking) -> None:
-        """A collective of the script goes on with other parts than those of lost ranks."""
+        """A collective of the script goes on with other parts than those of lost ranks, or a message is left out."""
         listed = {name: ", ".join(map(str, getattr(lacking, name))) for name in ("ranks", "lost", "moved")}
         lost = f"no process runs as ranks ({listed['lost']}) now, and {lacking.result}" if lacking.lost else ""
         moved = f"other members compute the stages of ranks ({listed['moved']}) now" if lacking.moved else ""
         logger.warning(
-            "%s over ranks %s, called at %s: %s. Sums and means of what all ranks have alike are right; those of "
-            "parameters or optimizer states of each rank, such as a norm over all stages, are wrong until each rank "
-            "has a process that computes its stage again. This is said once for each place",
+            "%s over ranks %s, called at %s: %s. %s. This is said once for each place",
             lacking.operation,
             listed["ranks"],
             lacking.place,
             "; ".join(filter(None, (lost, moved))),
+            _OF_MESSAGES if lacking.operation in ("send", "recv") else _OF_COLLECTIVES,
         )
         self.epoch.channel.event(
             "collective_incomplete",

@@ -103,12 +103,13 @@ class RoleReport(_Report):
 
 
 class ScriptReport(_Report):
-    """Where a member is among the script's own collectives (:mod:`bamboo_ds.comm.calls.script`)."""
+    """Where a member is among the script's own collectives and messages (:mod:`bamboo_ds.comm.calls.script`)."""
 
     gap: int
     done: dict[str, int]
     open: int
     newcomers: dict[str, int]
+    had: dict[str, int]
 
 
 class MemberReport(JobFacts):

@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, replace
 
 from ...comm.calls.script import ScriptCollectives
-from ...errors import EpochChanged
+from ...errors import EpochChanged, FatalLoss
 from ..context.operation import Operation, Outcome
 from ..context.shared import InContext
 from ..iteration.parts import IterationParts
@@ -64,8 +64,10 @@ class Takeover(InContext):
         """Do what the last recovery has decided on, or all of ``operation``."""
         decision = self.progress.pending
         try:
-            if operation.draws and self.recovery.supply.hungry():
-                self._await_source()
+            if operation.draws:
+                self._check_messages()
+                if self.recovery.supply.hungry():
+                    self._await_source()
             self.progress.resumed = decision is not None
             with self.beats.busy(operation.watched):
                 if decision is not None and decision.mode == "commit":
@@ -120,6 +122,27 @@ class Takeover(InContext):
         if self.epoch.switch_due and operation.goes_on:
             self._switch(begin)
         self.progress.at_boundary = False
+
+    def _check_messages(self) -> None:
+        """Batches of this member that may lack what a lost rank would have sent are lost, if no other end has the same.
+
+        Raises:
+            FatalLoss: they are used.
+        """
+        supply, place, role = self.recovery.supply, self.collectives.messages.missed, self.binding.local.role
+        if place is None or not supply.apart or role.stage not in (0, self.epoch.layout.stages - 1):
+            return
+        if supply[role.pipeline].own:
+            logger.error(
+                "the script receives at %s from a rank that is lost, or did so before this worker had joined, and "
+                "nothing came. Its batches may lack that, and it is not known that the iterators of the first and of "
+                "the last stage give the same ones. Let both draw the same, what is random from a generator that is "
+                "seeded with the pipeline and not with the rank: then either serves for the other after a loss",
+                place,
+            )
+            plan, part = self.epoch.plan, f"what the script receives at {place} for batches of "
+            checkpoint = self.epoch.job.newest_checkpoint(plan)
+            raise FatalLoss([(role.pipeline, role.stage)], plan.lost, checkpoint, part)
 
     def _await_source(self) -> None:
         """Wait for members that can draw the batches of all pipelines; the leader has them started.

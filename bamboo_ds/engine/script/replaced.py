@@ -1,6 +1,12 @@
-"""What a script has replaced of DeepSpeed's pipelines: refused where the engine here does it in a way of its own.
+"""What a script has replaced of DeepSpeed's pipelines: honoured where it means the same for every copy of a stage.
 
-What the engine has from DeepSpeed as it is, DeepSpeed looks up as ever, and replacements take effect.
+========================================  ==========================================================================
+what the engine has from DeepSpeed as is  DeepSpeed looks it up as ever: replacements take effect (``_broadcast_model``)
+:data:`CLIPPING`                          called for each copy of a stage; what it sums up is answered from the commit
+:data:`WRAPPED`, a wrapper of DeepSpeed's  called in every pass, in the place of DeepSpeed's handler
+schedules                                 compared: they may change when micro-batches are loaded
+everything else here                      refused: the engine does it in a way of its own
+========================================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -24,7 +30,7 @@ from deepspeed.runtime.pipe.module import PipelineModule
 
 from ...config import BLOCK
 from ...errors import UnsupportedError
-from ..stage.references import content_of
+from ..stage.references import content_of, leads_to
 
 #: What scripts call of the engine, and the engine here does in its own way. They may wrap the bound methods.
 CALLED = ("train_batch", "eval_batch", "save_checkpoint", "load_checkpoint")
@@ -48,8 +54,18 @@ ENGINE = (
     *("_bf16_reduce_grads", "allreduce_gradients", "_send_tensor_meta", "_recv_tensor_meta", "_allocate_zeros"),
     *("_allocate_buffer", "_allocate_or_extend_buffers", "_bcast_pipe_scalar", "_loss_stage_global_rank"),
 )
-#: As these, where it clips gradients in fp32.
+#: What clips gradients in fp32: the engine's method, and the function that it calls.
 CLIPPING = ("clip_fp32_gradients", "clip_grad_norm_")
+#: Instructions whose handlers compute. A script may put a function around DeepSpeed's into the map.
+WRAPPED = (schedule.LoadMicroBatch, schedule.ForwardPass, schedule.BackwardPass)
+#: What to do instead of a replacement that is refused, where that is more than to leave it out.
+CURES: Mapping[Any, str] = {
+    schedule.ReduceGrads: "Optimizer steps inside of backward passes (gradient release) are for jobs without the "
+    "block: weights may not change before all stages have done their passes, since a takeover does some of these "
+    "again. Step at the end, and leave the replacement out",
+    schedule.OptimizerStep: "Put what is to be done with each step into the `step` of an optimizer of your own, which "
+    "all copies of a stage call",
+}
 #: Of ``PipelineModule``.
 MODULE = ("get_tied_weights_and_groups", "allreduce_tied_weight_gradients", "_index_tied_modules")
 #: Of ``deepspeed.runtime.pipe.p2p``.
@@ -151,11 +167,10 @@ class Replacements:
         own = vars(kind)
         self._places += [Replaceable(own, n, n, f"{kind.__name__}.{n}", own.get(n, _NOTHING)) for n in ENGINE]
         self._map = PipelineEngine._INSTRUCTION_MAP
-        foreign = [place for place in self._places if is_foreign(place.value, place.own)]
-        for place in foreign:
-            if place.key not in CLIPPING:
-                raise _refusal(place.what, place.value)
-        self._clipping = foreign
+        for place in self._places:
+            if is_foreign(place.value, place.own) and not _honoured(place):
+                raise _refusal(place.what, place.value, cure=CURES.get(place.key, ""))
+        self._clipping = [place for place in self._places if place.key in CLIPPING]
         self._rescheduled = [place for place in self._schedules if is_foreign(place.value, place.own)]
         self._compared: set[Any] = set()
 
@@ -168,10 +183,9 @@ class Replacements:
         clips = engine.gradient_clipping() > 0 and not (
             engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization()
         )
-        changed = [each for each in self._places if each.mapping.get(each.key, _NOTHING) is not each.value]
-        for place in (*self._clipping, *changed):
-            if clips or place.key not in CLIPPING:
-                raise _refusal(place.what, place.now)
+        for place in self._places:
+            if place.now is not place.value and not _honoured(place):
+                raise _refusal(place.what, place.now, cure=CURES.get(place.key, ""))
         if engine._INSTRUCTION_MAP is not self._map:
             raise _refusal("_INSTRUCTION_MAP of the engine", engine._INSTRUCTION_MAP)
         own = vars(engine)
@@ -182,6 +196,11 @@ class Replacements:
         here += [(p.what, p.now) for p in self._schedules if p.mapping.get(p.key, _NOTHING) is not p.value]
         if here or self._rescheduled:
             self._compare(engine, [*here, *((place.what, place.now) for place in self._rescheduled)])
+
+    @property
+    def clipping(self) -> bool:
+        """Whether gradients are clipped in fp32 by the script's code."""
+        return any(is_foreign(place.now, place.own) for place in self._clipping)
 
     def _compare(self, engine: Any, replaced: list[tuple[str, Any]]) -> None:
         """Compare the instructions of schedules for which the script has ``replaced`` something with DeepSpeed's."""
@@ -198,6 +217,12 @@ class Replacements:
                 what, value = replaced[0]
                 raise _refusal(what, value, f": stage {engine.stage_id} has other instructions")
         self._compared.add(key)
+
+
+def _honoured(place: Replaceable) -> bool:
+    """Whether what is in ``place`` now is called, in the place of DeepSpeed's own, for every copy of a stage."""
+    wraps = place.key in WRAPPED and leads_to(place.now, vars(PipelineEngine)[place.own])
+    return wraps or place.key in CLIPPING
 
 
 def _as_installed() -> Any:
@@ -240,7 +265,7 @@ def _foreign_code(value: Any) -> Any:
     return next(filter(None, map(_foreign_code, inner)), None)
 
 
-def _refusal(what: str, value: Any, then: str = "") -> UnsupportedError:
+def _refusal(what: str, value: Any, then: str = "", cure: str = "") -> UnsupportedError:
     found = _foreign_code(value) or value
     found = getattr(found, "func", found)  # a partial
     code = getattr(found, "__code__", None)
@@ -248,6 +273,6 @@ def _refusal(what: str, value: Any, then: str = "") -> UnsupportedError:
     name = getattr(found, "__qualname__", type(found).__qualname__)
     return UnsupportedError(
         f"the script has replaced {what} of DeepSpeed by {name}{place}{then}. It would have no effect, since "
-        f'with "{BLOCK}" the engine does this in its own way, for all copies of a stage. Leave the replacement out, or '
-        "wrap the methods of the engine that the script itself calls"
+        f'with "{BLOCK}" the engine does this in its own way, for all copies of a stage. '
+        + (cure or "Leave the replacement out, or wrap the methods of the engine that the script itself calls")
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -16,9 +17,9 @@ from ...comm.attachment import Answer
 from ...comm.calls.collectives import alone
 from ...comm.calls.table import COLLECTIVES
 from ...errors import ProtocolError, UnsupportedError
-from ...topology import Layout
+from ...topology import Layout, Role
 from ...topology.roles import groups_like
-from .commit import in_ring_order
+from .commit import in_ring_order, norms_of_copies, squares_of_copies
 
 
 class Answers:
@@ -79,6 +80,51 @@ class Recorder:
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
         """Take the place of ``operation`` on a group of ``ranks``."""
         self.values.append(float(arguments[0][0]))
+
+
+class ClipAnswers:
+    """Answers the sums of a function that a script has put in the place of DeepSpeed's clipping in fp32.
+
+    It may add up what DeepSpeed's does: squares over each copy of the model, then the norms over the copies. Both are
+    known of all roles from the commit. What it contributes itself is compared, up to rounding: a replica may be in
+    another memory than its owner.
+
+    Args:
+        layout: the logical world.
+        role: whose gradients are clipped.
+        squares: the contribution of every rank to the norm.
+    """
+
+    #: How far a contribution may be from the one that the commit knows.
+    _ROUNDING = 1e-3
+
+    def __init__(self, layout: Layout, role: Role, squares: Sequence[float]) -> None:
+        totals, norms, copy = squares_of_copies(layout, squares), norms_of_copies(layout, squares), layout.copy_of(role)
+        stages = layout.size // layout.copies
+        self._sums = [
+            (stages, squares[layout.rank(role)], float(totals[copy])),
+            (layout.copies, float(norms[copy]), float(in_ring_order(norms))),
+        ]
+
+    def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
+        """Take the place of ``operation`` on a group of ``ranks``."""
+        (tensor,), options = arguments
+        if (
+            operation == "allreduce"
+            and options.reduceOp == dist.ReduceOp.SUM
+            and bare(tensor).numel() == 1
+            and self._sums
+        ):
+            members, own, total = self._sums.pop(0)
+            near = math.isclose(float(tensor), own, rel_tol=self._ROUNDING) or not math.isfinite(own)
+            if near and len(ranks) == members:
+                bare(tensor).fill_(total)
+                return
+        raise UnsupportedError(
+            "the function that the script has put in the place of DeepSpeed's clip_fp32_gradients calls a collective, "
+            f"{operation} over ranks {list(ranks)}, of other values than DeepSpeed's. Replicas clip alone, also after "
+            "a loss: clip by the norm that DeepSpeed clips by, or by what the stage's own gradients tell"
+        )
 
 
 @dataclass(frozen=True)

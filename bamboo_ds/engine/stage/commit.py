@@ -194,19 +194,23 @@ def mean_over_copies(layout: Layout, role: Role, values: Sequence[float]) -> tor
     return mean_over_pipelines(values[layout.slice_of(role) :: layout.slices])
 
 
-def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
-    """Norm of all gradients in fp32, as DeepSpeed's ``clip_grad_norm_`` computes it.
-
-    It sums over the stages and slices of each copy of the model, takes the root, and averages over the copies.
-    """
-    norms = []
+def squares_of_copies(layout: Layout, squares: Sequence[float]) -> list[torch.Tensor]:
+    """Sums of squares in fp32 over the stages and slices of each copy of the model, as DeepSpeed's ``clip_grad_norm_``
+    adds them up."""
     parts: list[list[float]] = [[] for _ in range(layout.copies)]
     for role, square in zip(layout.roles, squares, strict=True):
         parts[layout.copy_of(role)].append(square)
-    for part in parts:
-        total = in_ring_order([torch.tensor([square], dtype=torch.float32) for square in part])
-        norms.append(total.pow(0.5) * 1.0 / float(layout.copies))
-    return in_ring_order(norms)
+    return [in_ring_order([torch.tensor([square], dtype=torch.float32) for square in part]) for part in parts]
+
+
+def norms_of_copies(layout: Layout, squares: Sequence[float]) -> list[torch.Tensor]:
+    """What each copy of the model then contributes to the mean of the norms over the copies."""
+    return [total.pow(0.5) * 1.0 / float(layout.copies) for total in squares_of_copies(layout, squares)]
+
+
+def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
+    """Norm of all gradients in fp32, as DeepSpeed's ``clip_grad_norm_`` computes it: the mean over the copies."""
+    return in_ring_order(norms_of_copies(layout, squares))
 
 
 def clipping_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:

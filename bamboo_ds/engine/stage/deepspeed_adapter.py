@@ -8,7 +8,7 @@ from typing import Any, Generic, Literal, TypeVar
 
 import torch
 from deepspeed.runtime.pipe.engine import PipelineEngine
-from deepspeed.runtime.pipe.schedule import PipeInstruction
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, LoadMicroBatch, PipeInstruction
 
 from ... import compat
 
@@ -111,6 +111,7 @@ class DeepSpeedAdapter:
         return int(self.engine.zero_optimization_stage())
 
     # -- instructions and passes --------------------------------------------------------------------------
+    # Handlers that compute are looked up in DeepSpeed's map: a script may have wrapped them there.
 
     def execute(self, instruction: PipeInstruction) -> None:
         """Execute an instruction as the engine's ``HANDLERS`` have it."""
@@ -118,15 +119,15 @@ class DeepSpeedAdapter:
 
     def load_micro_batch(self, buffer_id: int) -> None:
         """DeepSpeed's; it asks the engine's ``_next_batch`` for the batch."""
-        PipelineEngine._exec_load_micro_batch(self.engine, buffer_id)
+        self.engine._INSTRUCTION_MAP[LoadMicroBatch](self.engine, buffer_id=buffer_id)
 
     def forward_pass(self, buffer_id: int) -> None:
         """DeepSpeed's, from ``inputs`` to ``outputs`` or ``loss``."""
-        PipelineEngine._exec_forward_pass(self.engine, buffer_id)
+        self.engine._INSTRUCTION_MAP[ForwardPass](self.engine, buffer_id=buffer_id)
 
     def backward_pass(self, buffer_id: int) -> None:
         """DeepSpeed's, of ``loss`` or from ``grad_layer``."""
-        PipelineEngine._exec_backward_pass(self.engine, buffer_id)
+        self.engine._INSTRUCTION_MAP[BackwardPass](self.engine, buffer_id=buffer_id)
 
     def gradients(self) -> list[torch.Tensor]:
         """Gradients of the trainable parameters, as DeepSpeed reduces them."""

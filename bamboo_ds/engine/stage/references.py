@@ -35,6 +35,15 @@ def reached(value: Any, depth: int, seen: dict[int, Any]) -> Iterator[Any]:
         yield from reached(child, depth - 1, seen)
 
 
+def leads_to(value: Any, wanted: Any, depth: int = DEPTH) -> bool:
+    """Whether ``value``, a function that may be wrapped, is or refers to ``wanted``."""
+    if value is wanted:
+        return True
+    if not depth or isinstance(value, (type, types.ModuleType, str, bytes)):
+        return False
+    return any(leads_to(child, wanted, depth - 1) for child in _children(value))
+
+
 def _children(value: Any) -> list[Any]:
     if inspect.isfunction(value):
         cells = [content_of(cell) for cell in value.__closure__ or ()]
