@@ -344,6 +344,9 @@ def test_a_worker_that_ends_before_it_has_drawn_is_not_started_for_ever() -> Non
     assert isinstance(job.step(), WritePlan)
     job.enter()
     assert isinstance(job.step(), StartDataWorker)
+    job.join(4, 0, feeder=True)
+    job.one.decide(job.view, 100.0)  # it is on its way
+    del job.members["m4"]
     job.left["m4"] = left_record("m4", "finished").model_copy(update={"slot": 4, "step": 7})
     assert isinstance(job.step(), StartDataWorker), "it has trained, and has come to its end"
     job.left["m4"] = job.left["m4"].model_copy(update={"step": None})

@@ -134,6 +134,7 @@ WAYS: dict[str, Callable[[Any], Any]] = {
     **{f"ema-{how}": plain for how in ("data", "copy", "state")},
     "freeze": plain,
     "freeze-visit": plain,
+    "clamp": plain,
 }
 
 
@@ -190,6 +191,7 @@ def main() -> None:
     parser.add_argument("--way", choices=WAYS, required=True)
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--freeze-at", type=int, default=-1)
+    parser.add_argument("--save-at", type=int, default=-1)
     arguments = parser.parse_args()
     begin(7 + int(os.environ["RANK"]))  # stages begin with weights of their own
     way = arguments.way
@@ -206,8 +208,14 @@ def main() -> None:
             else:
                 freeze(engine, True)
         losses.append(engine.train_batch(data).item())
+        if way == "clamp" and step < arguments.steps - 1:  # copies get it with the next step
+            with torch.no_grad():
+                for parameter in engine.module.parameters():
+                    parameter.clamp_(-0.2, 0.2)
         if averages is not None:
             averages.update()
+        if step == arguments.save_at:
+            engine.save_checkpoint(str(arguments.out / "saved"))
         if arguments.evaluate_every and (step + 1) % arguments.evaluate_every == 0:
             if averages is not None:
                 averages.exchange()

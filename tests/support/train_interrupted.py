@@ -1,6 +1,6 @@
 """A job whose epoch ends while code of its script runs inside an operation; runs with and without bamboo.
 
-At each of the places of :data:`PLACES` the script calls collectives of a group of one rank, as Megatron-DeepSpeed does
+Wherever it calls :meth:`Place.reach` the script calls collectives of a group of one rank, as Megatron-DeepSpeed does
 for every micro-batch. A fault of ``--faults`` names such a place in ``at``, which of its calls in a step in
 ``micro_batch``, and in ``by`` the rank whose process is there: that one kills the process of ``rank``, waits until its
 own epoch has ended, and goes on with the place.
@@ -27,10 +27,6 @@ from torch import nn
 
 import bamboo_ds
 
-PLACES = (
-    *("iterator", "batch_fn", "layer", "backward", "hook", "loss", "optimizer", "scheduler"),
-    *("eval iterator", "eval batch_fn", "eval layer", "eval loss", "visit", "listener"),
-)
 HIDDEN = 16
 
 
@@ -158,7 +154,7 @@ def main() -> None:
     engine.set_batch_fn(process)
     Place.engine = engine
     data, held_out = draw(1), draw(2)
-    losses, evaluations, visited = [], [], []
+    losses, evaluations = [], []
     for step in steps(arguments):
         Place.counts.clear()
         losses.append(engine.train_batch(data).item())
@@ -166,7 +162,7 @@ def main() -> None:
             Place.evaluating = True
             evaluations.append(engine.eval_batch(held_out).item())
             Place.evaluating = False
-        visited.append(len(bamboo_ds.for_each_stage(engine, lambda _: Place.reach("visit"))))
+        bamboo_ds.for_each_stage(engine, lambda _: Place.reach("visit"))
     dump(engine, arguments, {"losses": losses, "evaluations": evaluations})
 
 

@@ -48,6 +48,7 @@ class Decider:
         self._since: dict[tuple[str, int, str], float] = {}
         #: Of pairs of members: how often they were connected anew in a row, and the last epoch that has done that.
         self._reconnected: dict[frozenset[str], tuple[int, int]] = {}
+        self._feeders: dict[str, int] = {}  # workers that were to draw batches, by the rank that each runs as
         self._calm: View | None = None  # one in which the plan was the planner's choice
 
     def _go_by(self, settings: BambooConfig) -> None:
@@ -90,6 +91,7 @@ class Decider:
         return WritePlan(initial_plan([workers[rank] for rank in sorted(workers)]), "all members are there")
 
     def _keep(self, view: View, plan: Plan, now: float) -> Action:
+        self._feeders.update((r.id, r.home) for r in view.members.values() if r.feeder and r.joiner)
         absent = [m for m in plan.members if m not in view.members and not view.finished(m)] + vanished(view, plan)
         sure = [m for m in absent if m in view.left or now >= view.trusted_from]
         if sure:
@@ -106,7 +108,7 @@ class Decider:
         if action == Wait() and plan.layout is not None and not self._is_calm(view):
             for at in drawing_ends(view, plan):
                 if not set(at).intersection(plan.homes):
-                    why = _unable(view, plan)
+                    why = self._unable(view, at)
                     return fed(view, plan, at) if why is None else self._unfed(plan, at, why)
             change = next_change(view, plan, self._policy(view, plan))
             if change is not None:
@@ -185,6 +187,22 @@ class Decider:
     def _policy(self, view: View, plan: Plan) -> Policy:
         redundant = any(report.redundant for report in view.reports.values())
         return policy_of(plan.world, redundant, self._settings)
+
+    def _unable(self, view: View, at: tuple[int, ...]) -> str | None:
+        """Why no worker that joins would come to where it draws the batches of ``at``; ``None``: one would."""
+        if every_rank(view):
+            return (
+                "a worker that joins cannot replay what the script computes with an engine without a "
+                '"bamboo" block, or does to its stage between two steps'
+            )
+        left = [view.left[each] for each, home in self._feeders.items() if home in at and each in view.left]
+        ended = sorted(record.id for record in left if record.outcome == "finished" and record.step is None)
+        if not ended:
+            return None
+        return (
+            f"worker {', '.join(ended)}, which was to do so, has ended before: while its script replays alone it goes "
+            "another way, such as by a broadcast from another rank, which then gives it its own value"
+        )
 
     def _unfed(self, plan: Plan, at: tuple[int, ...], why: str) -> Action:
         """A new worker could draw the batches of the ends ``at``, but does not get there."""
@@ -297,22 +315,6 @@ class Decider:
 
 def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
     return record is not None and record.epoch == epoch
-
-
-def _unable(view: View, plan: Plan) -> str | None:
-    """Why no worker that joins would come to where it draws batches; ``None``: one would."""
-    if every_rank(view):
-        return (
-            "a worker that joins cannot replay what the script computes with an engine without a "
-            '"bamboo" block, or does between two steps'
-        )
-    ended = [r.id for r in view.left.values() if r.outcome == "finished" and r.step is None]
-    if any(view.left[each].slot >= plan.world.size for each in ended):
-        return (
-            f"worker {', '.join(sorted(ended))}, which was to do so, has ended before: while its script replays alone "
-            "it goes another way, such as by a broadcast from another rank, which then gives it its own value"
-        )
-    return None
 
 
 def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:

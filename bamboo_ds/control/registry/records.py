@@ -244,7 +244,8 @@ class LayoutRecord(WorkerRecord):
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: what its device has for it.
         device: that it computes on; ``None``: none that has memory of its own, so that it may hold any number.
-        every_rank: the script has an engine without the block, which computes with all ranks or not at all.
+        every_rank: the script has an engine without the block, which computes with all ranks or not at all, or goes on
+            to change its stage between two steps.
         settings: what the worker goes by, where the job's record is open; see :mod:`bamboo_ds.job_settings`.
     """
 

@@ -135,6 +135,7 @@ class PipelineBatches:
     def set_source(self, source: Source, apart: bool = False) -> None:
         """An operation begins: where batches come from in it, and whether the ends of the pipeline are apart."""
         self._source, self._apart = source, apart
+        self._given.clear()  # what a script's own error has left there
 
     @property
     def digest(self) -> int | None:

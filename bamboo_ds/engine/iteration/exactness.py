@@ -136,7 +136,7 @@ class ExactChecks(InContext):
                 self._tell_unchecked(last)
                 return False
             if self.progress.steps <= self.steps:
-                with self._timed():
+                with self.timed():
                     self._compare_replicas()
                     if last:
                         self._compare_beside()
@@ -179,7 +179,7 @@ class ExactChecks(InContext):
         if not self.on or self.progress.resumed or step >= self.steps or left_out:
             return
         before = self.binding.current
-        with self._timed():
+        with self.timed():
             lanes, transport = self._open()
             with self._in_place_of(lanes, transport):
                 self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, self.ds.micro_batches))
@@ -198,7 +198,8 @@ class ExactChecks(InContext):
             self._put_back()
 
     @contextmanager
-    def _timed(self) -> Iterator[None]:
+    def timed(self) -> Iterator[None]:
+        """The body is a part of the check, and its time is told with it."""
         begin = time.monotonic()
         yield
         self._conclusions.tally.seconds += time.monotonic() - begin

@@ -1,15 +1,21 @@
 """Weights that a script puts into its stage for evaluations, such as averages that it keeps itself.
 
 Copies of the stage do not have them. As long as each rank has its process an evaluation is right; after a loss the lost
-rank's stage would be evaluated with other weights than the rest. So the first such evaluation tells it, and training
-does not go on after it (``redundancy.on_mismatch``); one that would be wrong is never computed.
+rank's stage would be evaluated with other weights than the rest. So each evaluation compares weights with those that
+training has left, as replicas have them::
+
+    train_batch | exchange | eval_batch: compare, note | exchange back | train_batch: refuse (redundancy.on_mismatch)
+                                          a rank is lost: no evaluation
+
+Weights that are still others when training goes on, and that torch has counted, are changes that travel to replicas. A
+stage without a replica has what was noted of it after the step, while a rank is lost.
 """
 
 from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -33,71 +39,88 @@ _CURE = (
 )
 
 
+#: What a tensor has to have as the parameter has it that it takes the place of.
+_ALIKE = ("shape", "dtype", "device", "layout")
+
+
 @dataclass(eq=False)
 class ExchangedWeights(InContext):
     """Knows whether evaluations use other weights than training has left, and exchanges them where it is asked to."""
 
     #: Name in the optimizer's state of what evaluations use in the place of parameters.
     name: str | None = field(default=None, init=False)
-    _found: str | None = field(default=None, init=False)
-    #: Bits of the local stage after the last step, where a loss may leave no replica of it.
+    #: Bits of the local stage as training has left it, where the last evaluations have used others.
+    _kept: int | None = field(default=None, init=False)
+    #: Roles whose weights have differed in evaluations since the last iteration.
+    _differing: set[Role] = field(default_factory=set, init=False)
+    #: The script has exchanged weights before, and training has gone on.
+    _exchanges: bool = field(default=False, init=False)
+    #: Bits of the local stage after the last step, where nobody has a replica of it and a rank is lost.
     _reference: int | None = field(default=None, init=False)
 
     def begin_training(self) -> None:
         """An iteration comes next.
 
         Raises:
-            UnsupportedError: an evaluation has used weights that no copy of their stage has.
+            UnsupportedError: evaluations have used weights that no copy of their stage has.
         """
-        self._reference = None
-        if self._found is not None and self.settings.redundancy.on_mismatch == "stop":
-            raise UnsupportedError(self._found)
+        kept, differing = self._kept, self._differing
+        self._reference, self._kept, self._differing = None, None, set()
+        if kept is None or (self._bits() != kept and self.progress.changed):
+            return
+        what = f"{_did(differing)}. No copy of a stage has them: no evaluation after a loss would be right. {_CURE}"
+        if self.settings.redundancy.on_mismatch == "stop":
+            raise UnsupportedError(what)
+        if not self._exchanges:
+            logger.warning("%s", what)
+        self._exchanges = True
 
     def end_training(self) -> None:
         """An iteration is over."""
-        local = self.binding.local
-        if local.owned and without_process(self.epoch.plan):
-            self._reference = sum_of_bits(local.module.parameters())
+        local, plan = self.binding.local, self.epoch.plan
+        if local.owned and plan.shadow(local.role) is None and without_process(plan):
+            self._reference = self._bits()
+
+    def loaded(self) -> None:
+        """The script has loaded a checkpoint, in all copies of its stage."""
+        self._reference, self._kept, self._differing = None, None, set()
+
+    def _bits(self) -> int:
+        return sum_of_bits(self.binding.local.module.parameters())
 
     def compare(self) -> None:
-        """An evaluation begins: compare weights with those of replicas. Collective.
+        """An evaluation begins: compare weights with those that training has left. Collective.
 
         Raises:
             UnsupportedError: they differ, and a rank is lost whose stage lacks such weights.
             EpochChanged: a member is lost.
         """
-        away = without_process(self.epoch.plan)
+        plan, local = self.epoch.plan, self.binding.local
+        away = without_process(plan)
         if not self.progress.steps or not (self.mode.replicas or away):
             return
-        rank, local = self.epoch.layout.rank, self.binding.local
+        rank = self.epoch.layout.rank
         replicas = [each for each in self.binding.replicas() if each.verification.valid and not each.stale]
         for replica in replicas:
             replica.catch_up()
-        kept = {rank(each.role): sum_of_bits(each.module.parameters()) for each in replicas}
+        left = {rank(each.role): sum_of_bits(each.module.parameters()) for each in replicas}
         if self._reference is not None and local.owned:
-            kept[rank(local.role)] = self._reference
+            left[rank(local.role)] = self._reference
         used = {rank(each.role): sum_of_bits(each.module.parameters()) for each in self.binding.owned()}
-        told = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps([used, kept])).values()]
-        all_used = {place: bits for each in told for place, bits in each[0].items()}
-        found = {int(p) for each in told for p, bits in each[1].items() if all_used.get(p, bits) != bits}
-        if found:
-            self._tell(sorted(map(self.epoch.layout.role, found)), away)
-
-    def _tell(self, roles: list[Role], away: list[Role]) -> None:
-        stages = ", ".join(f"stage {role.stage} of pipeline {role.pipeline}" for role in roles)
-        what = f"the script evaluates with weights that it has put into {stages} since the last iteration"
-        if away:
-            lost = ", ".join(str(self.epoch.layout.rank(role)) for role in away)
+        told = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps([used, left])).values()]
+        uses = {int(place): bits for each in told for place, bits in each[0].items()}
+        kept = {int(place): bits for each in told for place, bits in each[1].items()}
+        differing = {self.epoch.layout.role(place) for place, bits in kept.items() if uses.get(place, bits) != bits}
+        self._differing |= differing
+        if local.role in differing and local.owned:
+            self._kept = kept[rank(local.role)]
+        unknown = [place for place in uses if place not in kept and self.epoch.layout.role(place) not in away]
+        if away and (self._differing or (self._exchanges and unknown)):
+            lost = ", ".join(str(rank(role)) for role in away)
             raise UnsupportedError(
-                f"{what}, and no process does so for the stages of ranks {lost}, which are lost: the evaluation would "
-                f"be one of a mixture. {_CURE}"
+                f"{_did(self._differing)}, and no process does so for the stages of ranks {lost}, which are lost: the "
+                f"evaluation would be one of a mixture. {_CURE}"
             )
-        if self._found is None:
-            self._found = (
-                f"{what}. No copy of a stage has them, so that no evaluation after a loss would be right. {_CURE}"
-            )
-            if self.epoch.leads:
-                logger.warning("%s", self._found)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
@@ -115,6 +138,11 @@ class ExchangedWeights(InContext):
             yield
         finally:
             exchange(pairs)
+
+
+def _did(roles: Collection[Role]) -> str:
+    stages = ", ".join(f"stage {role.stage} of pipeline {role.pipeline}" for role in sorted(roles)) or "its stages"
+    return f"the script evaluates with weights that it has put into {stages} since the last iteration"
 
 
 def _pairs(runtime: StageRuntime, name: str) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -139,10 +167,11 @@ def pairs_of(
         if not parameter.requires_grad:
             continue
         kept = optimizer.state.get(parameter, {}).get(name)
-        if not torch.is_tensor(kept) or kept.shape != parameter.shape:
+        alike = torch.is_tensor(kept) and all(getattr(kept, each) == getattr(parameter, each) for each in _ALIKE)
+        if not alike:
             raise UnsupportedError(
                 f"bamboo_ds.evaluating_with: the state of optimizer {type(optimizer).__name__} has no {name!r} of the "
-                f"shape of parameter {path}: let its step keep one for each parameter"
+                f"shape, type and device of parameter {path}: let its step keep one for each parameter"
             )
         found.append((parameter, kept))
     return found

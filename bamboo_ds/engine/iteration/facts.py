@@ -22,9 +22,9 @@ Facts = dict[str, Any]
 REHEARSAL, REPLICA, BESIDE = "rehearsal", "replica", "beside"
 #: What is said of layers, whose results are compared as well.
 NOT_SENT = (
-    "the check of the first steps: layers of role %s have changed what copies of the stage do not get: %s. It has made "
-    "no difference in these steps. If results may depend on it later, keep it in tensors and numbers in attributes or "
-    "buffers, or give it from get_extra_state"
+    "the check of the first steps: what copies of role %s do not get has changed: %s. It has made no difference in "
+    "these steps. If results may depend on it later, keep it in tensors and numbers in attributes or buffers of "
+    "layers, give it from get_extra_state, or from the state_dict of a scheduler"
 )
 #: What the default representation of an object ends with; it is another one in each process.
 _ADDRESS = re.compile(r" at 0x[0-9a-fA-F]+")

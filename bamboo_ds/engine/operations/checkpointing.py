@@ -86,6 +86,7 @@ class Checkpoints(InContext):
             self.epoch.transport.barrier()
         spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
+        self.copies.iteration.exchanged.loaded()
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
         ours = result[0] is None or Path(folder, str(name), MANIFEST).exists()
         self.history.add("load", {"folder": os.path.abspath(folder), "tag": name, "ours": ours})

@@ -28,7 +28,7 @@ from ..replicas.refusals import (
     registered,
 )
 from ..script.assigned import described, parts_in
-from ..script.changes import CURE, Adjustable, Weights, away_from
+from ..script.changes import CURE, Adjustable, Weights, away_from, without_process
 from ..stage.optimizers import NoOptimizer, check_freezing
 from ..stage.wrappers import is_sharded, stage_optimizer
 
@@ -205,23 +205,28 @@ class ScriptCalls(InContext):
         if away:
             self._restart(away, f"the script that changes {changed[0]} and the like in ")
         changes.note(self.progress.steps)
+        if changes.count > 1:  # it would go on to do so
+            self.epoch.channel.need_every_rank()
         if self.progress.steps:
             self._tell_once(
-                f"the script has changed {changed[0]} of its stage between two calls. Replicas follow, but from now on "
-                f"a loss makes the job start again, with a worker for each rank: {CURE}"
+                f"the script has changed {changed[0]} of its stage between two calls. Replicas follow, but a loss "
+                "right after such a change makes the job start again, and so does any loss where it goes on to do so, "
+                f"with a worker for each rank: {CURE}"
             )
         self.progress.changed.update(changed)
         return True
 
     def _tell_once(self, what: str) -> None:
-        """Tell what the script does to its stage that needs the process of each rank; a restart has one for each."""
-        self.epoch.channel.need_every_rank()
+        """Tell what the script does to its stage that needs the process of each rank."""
         if not self._warned:
             self._warned = True
             logger.warning("%s", what)
 
     def _restart(self, roles: list[Role], part: str) -> None:
-        """Raises ``FatalLoss``: only the lost scripts of ``roles`` could do what this one has just done."""
+        """Raises ``FatalLoss``: only the lost scripts of ``roles`` could do what this one has just done.
+
+        A restart has a worker for each rank.
+        """
         self.epoch.channel.need_every_rank()
         lost, checkpoint = self.epoch.plan.lost, self.epoch.job.newest_checkpoint(self.epoch.plan)
         raise FatalLoss([(role.pipeline, role.stage) for role in roles], lost, checkpoint, part=part)
@@ -239,12 +244,12 @@ class ScriptCalls(InContext):
             FatalLoss: nobody does so with a stage whose script is lost.
         """
         local = self.binding.local
+        away = [] if self.progress.behind else without_process(self.epoch.plan)
+        if away:
+            self._restart(away, "the script that freezes parameters, or makes them trainable, in ")
         if self.binding.runtimes.get(local.role) is not local or not local.owned:
             return False  # a member that joins replays what the stage's owner has done
         check_freezing(local.optimizer)
-        others = [each.role for each in self.binding.owned() if each is not local]
-        if others:
-            self._restart(others, "the script that freezes parameters, or makes them trainable, in ")
         local.trained = local.trains()
         if self.progress.steps:
             self._tell_once(

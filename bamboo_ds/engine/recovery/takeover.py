@@ -108,7 +108,8 @@ class Takeover(InContext):
                 if self.epoch.layout.sharded:
                     self.iteration.replication.exchange_shards()
                 if self.iteration.checks.end_iteration(outcome):
-                    self.recovery.copies.renew()
+                    with self.iteration.checks.timed():
+                        self.recovery.copies.renew()
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
                 self.recover_between("at a boundary")

@@ -1,8 +1,8 @@
 """What optimizers, schedulers and layers of scripts keep beside the state that copies of a stage get.
 
 An optimizer may keep momenta in a dictionary by ``id(parameter)``, a scheduler an object of statistics, a layer a list.
-Nobody knows whether results depend on that; but a copy that has something else there, where the owner's has changed or
-has tensors in it, lacks something that it may need. The check of the first steps compares it.
+Results may depend on that. A copy that has something else there, where the owner's has changed or has tensors in it,
+lacks something that it may need: the check of the first steps compares it.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from ...state import SCALARS
 from .attributes import holds_tensors
 from .clones import OWN, kept_by
 from .layers import OF_ALL
+from .portable import portable
 from .references import content_of
 from .rng import GENERATORS
 from .tracing import checksum
@@ -62,23 +63,22 @@ class Runtime(Protocol):
 
 
 def beside_steps(runtime: Runtime) -> dict[str, Contents]:
-    """What the optimizer and the scheduler of ``runtime`` keep besides what is sent, by what it is called."""
+    """What the optimizer of ``runtime`` keeps besides what is sent, by what it is called; and tensors of schedulers."""
     names, found = _names(runtime), {}
-    optimizer, scheduler = runtime.attributes["basic_optimizer"], runtime.attributes["lr_scheduler"]
+    optimizer = runtime.attributes["basic_optimizer"]
     if optimizer is not None:
         sent = {*OWN, "defaults", *kept_by(optimizer)}
         for name, value in vars(optimizer).items():
             if name not in sent and not isinstance(value, OrderedDict):  # of hooks
                 found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
-    if scheduler is not None:
-        for name, value in vars(scheduler).items():
-            found[f"attribute {name!r} of the scheduler ({type(scheduler).__name__})"] = contents_of(value, names)
-    return found
+    of_scheduler = _of_scheduler(runtime, names)
+    return {**found, **{name: each for name, each in of_scheduler.items() if each.tensors}}
 
 
 def beside_layers(runtime: Runtime) -> dict[str, Contents]:
-    """The same of the layers and the loss function."""
-    names, found = _names(runtime), {}
+    """The same of the layers and the loss function, whose results are compared, and of a scheduler without tensors."""
+    names = _names(runtime)
+    found = {name: each for name, each in _of_scheduler(runtime, names).items() if not each.tensors}
     for path, layer in runtime.module.named_modules():
         for name, value in vars(layer).items() if path else ():
             sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
@@ -90,14 +90,29 @@ def beside_layers(runtime: Runtime) -> dict[str, Contents]:
     return found
 
 
+def _of_scheduler(runtime: Runtime, names: Mapping[int, str]) -> dict[str, Contents]:
+    """What the scheduler keeps that its ``state_dict`` leaves out, or that cannot be sent."""
+    scheduler = runtime.attributes["lr_scheduler"]
+    if scheduler is None:
+        return {}
+    sent = portable(scheduler.state_dict())
+    return {
+        f"attribute {name!r} of the scheduler ({type(scheduler).__name__})": contents_of(value, names)
+        for name, value in vars(scheduler).items()
+        if name not in sent
+    }
+
+
 def newer(now: Mapping[str, Contents], began: Mapping[str, Contents]) -> dict[str, int]:
     """Digests of what has tensors in it, or has changed since it was as it ``began``."""
     return {name: each.digest for name, each in now.items() if each.tensors or began.get(name) != each}
 
 
 def _names(runtime: Runtime) -> dict[int, str]:
-    """What the parameters are called, by their ``id``: scripts use it as a key."""
-    return {id(p): f"parameter {name}" for name, p in runtime.module.named_parameters()}
+    """What the parts of the role are called, by their ``id``: scripts use that of parameters as a key."""
+    names = {id(p): f"parameter {name}" for name, p in runtime.module.named_parameters()}
+    parts = ("optimizer", "basic_optimizer", "lr_scheduler", "module")  # DeepSpeed's optimizers are no torch's
+    return {**{id(runtime.attributes.get(part)): f"the {part}" for part in parts}, **names}
 
 
 def contents_of(value: Any, names: Mapping[int, str]) -> Contents:
@@ -118,7 +133,7 @@ class _Walk:
     looked: int = 0
 
     def __post_init__(self) -> None:
-        self._seen: dict[int, Any] = {}
+        self._inside_of: set[int] = set()
 
     def told(self, value: Any, depth: int) -> Iterator[str]:
         self.looked += 1
@@ -126,18 +141,21 @@ class _Walk:
             yield self.names[value]
         elif isinstance(value, SCALARS):
             yield f"{type(value).__name__} {value!r}"
+        elif id(value) in self.names:
+            yield self.names[id(value)]
         elif isinstance(value, torch.Tensor):
-            yield self.names[id(value)] if id(value) in self.names else self._of_tensor(value)
+            yield self._of_tensor(value)
         elif isinstance(value, (numpy.ndarray, numpy.generic)):
             self.tensors = True
             yield f"{value.dtype} {value.shape} {zlib.crc32(numpy.ascontiguousarray(value).tobytes())}"
         elif isinstance(value, GENERATORS):
             yield f"generator {_state_of(value)}"
-        elif id(value) in self._seen or depth > _DEPTH or self.looked > _MOST:
+        elif id(value) in self._inside_of or depth > _DEPTH or self.looked > _MOST:
             yield f"a {type(value).__qualname__}"
         else:
-            self._seen[id(value)] = value
+            self._inside_of.add(id(value))
             yield from self._inside(value, depth + 1)
+            self._inside_of.remove(id(value))
 
     def _of_tensor(self, tensor: torch.Tensor) -> str:
         self.tensors = True
@@ -148,10 +166,8 @@ class _Walk:
     def _inside(self, value: Any, depth: int) -> Iterator[str]:
         yield type(value).__qualname__
         if isinstance(value, Mapping):
-            # In the order in which it was filled: keys by ``id`` have no other one.
-            for key, each in list(value.items()):
-                yield from self.told(key, depth)
-                yield from self.told(each, depth)
+            items = [" ".join((*self.told(k, depth), *self.told(each, depth))) for k, each in list(value.items())]
+            yield from sorted(items)
         elif isinstance(value, (list, tuple, deque)):
             for each in list(value):
                 yield from self.told(each, depth)

@@ -139,7 +139,8 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
     torch gives all of them the type of their parameter, and moves them to its device. Text and arrays of NumPy are kept
     from it: it would make one of the generator of their parts.
     """
-    optimizer.load_state_dict({**given, "state": _without_iterables(given["state"])})
+    state = {k: _without_iterables(v) if type(k) is int else v for k, v in given["state"].items()}
+    optimizer.load_state_dict({**given, "state": state})
     own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
     numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
     for parameter, number in zip(own, numbers, strict=True):
