@@ -19,12 +19,15 @@ def cast_module(engine: Any) -> None:
     """Give ``engine.module`` the precision that DeepSpeed has given to the engine's own stage."""
     if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
-    if not hasattr(engine, "_cast_module_mixed_precision"):  # before 0.19 nothing can be kept in fp32
+    if not hasattr(engine, "_cast_module_mixed_precision"):  # before 0.19.2 buffers have the precision of parameters
         engine.module.to(_low_precision(engine))
         return
     from deepspeed.runtime import engine as deepspeed_engine
 
     parameters, buffers = engine._mixed_precision_dtypes()
+    if not hasattr(deepspeed_engine, "keep_in_fp32_pattern"):  # before 0.19.8 no module is kept in fp32
+        engine._cast_module_mixed_precision(parameters, buffers, False)
+        return
     pattern = deepspeed_engine.keep_in_fp32_pattern(engine.module, engine._config.keep_in_fp32_modules, parameters)
     engine._cast_module_mixed_precision(parameters, buffers, False, pattern)
 

@@ -15,8 +15,10 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.monitor import csv_monitor
+from deepspeed.runtime import engine as deepspeed_engine
 from torch.utils._pytree import tree_map
 
+from bamboo_ds.compat import cast_module
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.context.lanes import Lanes
@@ -361,3 +363,19 @@ def test_a_later_worker_of_rank_0_goes_on_with_its_tables(
     lines = (tmp_path / "job" / "a_loss.csv").read_text().splitlines()
     assert lines.count("step,loss") == heads and lines[0] == "step,loss"
     assert [line for line in lines if line != "step,loss"] == ["1,1.5", "2,2.5", "3,1.5", "4,2.5"]
+
+
+def test_a_stage_gets_its_precision_where_nothing_is_kept_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in DeepSpeed 0.19.2 to 0.19.7, whose engine casts parameters by themselves."""
+    monkeypatch.delattr(deepspeed_engine, "keep_in_fp32_pattern", raising=False)
+    calls: list[tuple[Any, ...]] = []
+    engine = SimpleNamespace(
+        fp16_enabled=lambda: False,
+        bfloat16_enabled=lambda: True,
+        _mixed_precision_dtypes=lambda: (torch.bfloat16, None),
+        _cast_module_mixed_precision=lambda parameters, buffers, zero_init: calls.append(
+            (parameters, buffers, zero_init)
+        ),
+    )
+    cast_module(engine)
+    assert calls == [(torch.bfloat16, None, False)]

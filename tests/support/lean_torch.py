@@ -14,7 +14,7 @@ from importlib import metadata
 from types import ModuleType, SimpleNamespace
 
 #: Other versions need these parts in other places. A forked process has all of torch already.
-KNOWN = metadata.version("torch").startswith("2.13.") and metadata.version("deepspeed").startswith("0.19.")
+KNOWN = metadata.version("torch").startswith("2.13.") and metadata.version("deepspeed") == "0.19.8"
 LEAN = KNOWN and "torch" not in sys.modules
 _installed = False
 
