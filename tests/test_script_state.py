@@ -273,6 +273,35 @@ def test_optimizer_state_keeps_its_types() -> None:
     assert type(found["largest"]) is numpy.float32 and found["largest"] == 0.5
 
 
+def test_buffers_whose_elements_share_memory() -> None:
+    """As ``expand`` makes them; torch writes to none of these."""
+
+    def make(value: float) -> nn.Module:
+        net = nn.Linear(2, 2)
+        net.register_buffer("spread", torch.full((1, 3), value).expand(2, 3))
+        net.register_buffer("row", torch.tensor([value, 2 * value]).expand(4, 2))
+        return net
+
+    given, restored = make(3.0), make(1.0)
+    Layers(restored).restore(Layers(given).capture())
+    assert restored.get_buffer("spread").equal(torch.full((2, 3), 3.0))
+    assert restored.get_buffer("row")[2].tolist() == [3.0, 6.0]
+
+
+def test_buffers_that_layers_share() -> None:
+    """They are one tensor on every copy, which a pass of one layer changes for all."""
+
+    def make(value: float) -> nn.Sequential:
+        net, shared = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), torch.tensor([value])
+        for layer in net:
+            layer.register_buffer("seen", shared)
+        return net
+
+    given, restored = make(3.0), make(1.0)
+    Layers(restored).restore(Layers(given).capture())
+    assert restored[0].seen is restored[1].seen and restored[1].seen.tolist() == [3.0]
+
+
 def test_clones_share_nothing() -> None:
     net = nn.Linear(2, 2)
     original: Any = torch.optim.SGD(net.parameters(), lr=0.1)

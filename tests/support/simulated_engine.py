@@ -16,7 +16,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from random import Random
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import nn
@@ -201,15 +201,14 @@ class Member(Parts):
         """A runtime of a new stage."""
         layout = groups.layout
         ends = (0, layout.stages - 1)
-        spec = self.world.spec
-        module = Stage(role.stage, spec.blocks, spec.tied and role.stage in ends, seed, spec.statistics)
+        module = self.stage(role, seed)
         if module.tied_modules:
             ranks = tuple(layout.rank(Role(role.pipeline, stage)) for stage in ends)
             comm = {"ranks": ranks, "group": Group(self, f"tied {role.pipeline}", ranks), "weight_attr": ["weight"]}
             module.tied_comms["ends"] = comm
         parameters = list(module.parameters())
         mine = parameters[role.pipeline :: layout.pipelines] if layout.sharded else parameters
-        optimizer = torch.optim.SGD([{"params": mine}], lr=0.1, momentum=0.9)
+        optimizer = self.optimizer(module, mine)
         # DeepSpeed counts all parameters on the first stage, and elsewhere those of tensor slices alone.
         data = Group(self, f"data {role.stage}", tuple(map(layout.rank, layout.siblings(role))))
         grid = SimpleNamespace(get_model_parallel_rank=lambda: role.stage, get_data_parallel_group=lambda: data)
@@ -235,6 +234,16 @@ class Member(Parts):
         runtime.layers, runtime.optimizer = Layers(module), kind(ds, groups, runtime)
         runtime.begin_iteration()
         return runtime
+
+    def stage(self, role: Role, seed: int) -> Any:
+        """A new stage."""
+        spec = self.world.spec
+        shared = spec.tied and role.stage in (0, spec.stages - 1)
+        return Stage(role.stage, spec.blocks, shared, seed, spec.statistics)
+
+    def optimizer(self, module: Any, mine: list[nn.Parameter]) -> torch.optim.Optimizer:
+        """A new optimizer of those parameters of ``module`` that are its role's own."""
+        return torch.optim.SGD([{"params": mine}], lr=0.1, momentum=0.9)
 
     def _iterator(self, role: Role, seed: int, drawn: list[int]) -> Any:
         """The script's, at an end of a pipeline; where the ends are apart, what DeepSpeed does not look at is noise."""
@@ -412,6 +421,7 @@ class World:
         at_once: it comes when members have done so many things, and interrupts the iteration.
 
     Attributes:
+        kind: of members.
         done: of every member what it has done, and after how many iterations, since the last loss.
         killed: losses that have happened.
         taken_over: plans that were made after losses.
@@ -422,6 +432,8 @@ class World:
         long: iterations are.
         most: the largest number of roles whose state a member has had, copies that it was making included.
     """
+
+    kind: ClassVar[type[Member]] = Member
 
     spec: Spec
     seed: int
@@ -454,7 +466,7 @@ class World:
             self.plan = replace(self.plan, memory=(StageMemory(1, 1, 1),) * self.spec.stages)
         if self.spec.lends:
             self.plan = replace(self.plan, lent=drawn_division(self.plan, Random(self.seed)))
-        self.members = {name: Member(self, name, rank, self.plan) for rank, name in enumerate(names)}
+        self.members = {name: self.kind(self, name, rank, self.plan) for rank, name in enumerate(names)}
         self.done = {name: [] for name in names}
         self.states: dict[str, WorkerState] = {}
         self._due = False
@@ -650,7 +662,7 @@ class World:
             feeder=feeder,
         )
         self._records[name], self.done[name] = record, []
-        member = self.members[name] = Member(self, name, home, self.plan, joiner=True)
+        member = self.members[name] = self.kind(self, name, home, self.plan, joiner=True)
         self.turns.add(name, member.run)
 
     def answer(self, name: str, key: str) -> str:

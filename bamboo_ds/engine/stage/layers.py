@@ -336,12 +336,13 @@ def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
     """
     if not given:
         return
-    own = dict(module.named_buffers())
+    own = dict(module.named_buffers(remove_duplicate=False))  # what layers share has a name in each
     with torch.no_grad():
         for name, value in given.items():
             buffer = own.get(name)
             if buffer is not None and (buffer.shape, buffer.dtype) == (value.shape, value.dtype):
-                bare(buffer).copy_(value)
+                target = _without_repeats(bare(buffer))
+                target.copy_(value[tuple(map(slice, target.shape))])
                 continue
             path, _, attribute = name.rpartition(".")
             holder = module.get_submodule(path)
@@ -351,3 +352,11 @@ def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
                 holder._buffers[attribute] = made
             else:
                 holder.register_buffer(attribute, made, persistent=False)
+
+
+def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of ``tensor`` with one of the elements that ``expand`` has made of each."""
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if stride == 0 and size > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor

@@ -1,0 +1,65 @@
+"""Scripts drawn from a grammar of what people do: each trains as with stock DeepSpeed, or is refused at once.
+
+A script runs in the engine's model, with losses at drawn places and a loop in plain torch as the oracle, and as a job
+with stock DeepSpeed as the oracle. Many more: ``python -m tests.support.adversary.judge`` and ``…model``.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .support.adversary import grammar, model
+from .support.adversary.judge import DIFFERS, INVALID, RESTARTS, TRAINS, Verdict, judge, known
+from .support.adversary.script import Script, parsed, simpler
+
+pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md", "state.md")
+
+#: Of the seeds of the suite, what becomes of their jobs and how many losses strike there.
+SUITE: dict[int, tuple[str, int]] = {}
+SEEDS = [*SUITE, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1000, 1200))]
+
+
+def check(script: Script, verdict: Verdict) -> None:
+    """It must not differ, but for what is known."""
+    if verdict.outcome == INVALID:
+        pytest.skip(f"this is no script of stock DeepSpeed's: {verdict.why}")
+    met = known(script, verdict) if verdict.outcome == DIFFERS else ""
+    assert verdict.outcome != DIFFERS or met, f"{verdict.why}\n--script '{script.text()}'"
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_in_the_model(seed: int) -> None:
+    script = model.simulable(grammar.draw(seed))
+    with model.simulation():
+        found = model.judge(script)
+    for verdict in found:
+        check(script, verdict)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("seed", SEEDS)
+def test_as_a_job(seed: int, tmp_path: Path) -> None:
+    script = grammar.draw(seed)
+    verdict = judge(tmp_path / "job", script)
+    check(script, verdict)
+    if seed in SUITE:
+        assert (verdict.outcome, verdict.kills) == SUITE[seed], verdict.why
+
+
+def test_losses_strike_and_scripts_train() -> None:
+    """So that the model's verdicts mean something."""
+    with model.simulation():
+        found = [verdict for seed in SUITE for verdict in model.judge(model.simulable(grammar.draw(seed)))]
+    counts = Counter(verdict.outcome for verdict in found if verdict.kills)
+    assert counts[TRAINS] + counts[RESTARTS] >= len(SUITE)
+
+
+def test_scripts_are_data() -> None:
+    """The same from their text, and each of those with one thing less is simpler."""
+    for seed in range(50):
+        script = grammar.draw(seed)
+        assert parsed(script.text()) == script == grammar.draw(seed)
+        assert all(len(each.text()) <= len(script.text()) + 1 for each in simpler(script))
