@@ -95,7 +95,11 @@ class BatchSupply(InContext):
 
         Of several slices mostly the first one has an iterator, and ``batch_fn`` gives the others what it has read.
         """
-        role, apart = self.binding.local.role, self.history.alike(kind) is not True
+        role, alike = self.binding.local.role, self.history.alike(kind)
+        if alike is None and self.layout.slices > 1:
+            # Mostly slices other than the first have no iterators at all, which a worker that joins could not show.
+            alike = self.history.alike("train")
+        apart = alike is not True
         if self.epoch.member not in batch_sources(self.epoch.plan, role.pipeline):
             iterator = None
         elif iterator is None:

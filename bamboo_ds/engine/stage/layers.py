@@ -354,9 +354,9 @@ def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
                 holder.register_buffer(attribute, made, persistent=False)
 
 
-def _without_repeats(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of ``tensor`` with one of the elements that ``expand`` has made of each."""
-    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+def _without_repeats(plain: torch.Tensor) -> torch.Tensor:
+    """A view of a bare tensor with one of the elements that ``expand`` has made of each."""
+    for dim, (size, stride) in enumerate(zip(plain.shape, plain.stride(), strict=True)):
         if stride == 0 and size > 1:
-            tensor = tensor.narrow(dim, 0, 1)
-    return tensor
+            plain = plain.narrow(dim, 0, 1)
+    return plain
