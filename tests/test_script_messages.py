@@ -18,7 +18,7 @@ from bamboo_ds.comm.calls.messages import ScriptMessages
 from bamboo_ds.comm.wire import PeerMessage
 from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.errors import EpochChanged, FatalLoss
-from bamboo_ds.topology import Layout, Role
+from bamboo_ds.topology import Layout, Plan
 
 pytestmark = pytest.mark.claim("guides/scripts.md")
 
@@ -89,7 +89,7 @@ class Job:
         self.links = {member: Links(self, self.epoch, member) for member in self.ranks}
         had = {member: self.script[member].had for member in self.ranks}
         for member in self.ranks:
-            self.script[member].agree(had)
+            self.script[member].agree(had, {each: script.missed for each, script in self.script.items()})
 
     def lose(self, *members: str) -> None:
         """Nobody has noticed yet."""
@@ -286,39 +286,39 @@ def test_misuse_and_timeouts_are_torch_s(job: Job) -> None:
 # -- batches ------------------------------------------------------------------------------------------------
 
 
+def test_all_know_who_has_missed_something(job: Job) -> None:
+    """A worker that joins has replayed its gap; members tell of it for two operations."""
+    job.lose("c")
+    job.join(d=2)
+    job.script["d"].note_missed("loader.py:7")
+    job.recover()
+    for number, expected in ((1, "loader.py:7"), (2, None)):
+        assert {job.script[member].missed_by("d") for member in job.ranks} == {"loader.py:7"}
+        job.operate(number)
+        assert {job.script[member].missed_by("d") for member in job.ranks} == {expected}
+        if expected is None:
+            break
+    assert job.script["a"].missed is None
+
+
 @pytest.mark.parametrize(
-    ("place", "apart", "stage", "own", "refused"),
+    ("missed", "apart", "fatal"),
     [
-        ("loader.py:7", True, 2, ("labels",), True),
-        (None, True, 2, ("labels",), False),
-        ("loader.py:7", False, 2, ("inputs", "labels"), False),  # the other end has drawn the same
-        ("loader.py:7", True, 2, (), False),  # others draw
-        ("loader.py:7", True, 1, (), False),
+        ("z", True, True),  # draws for rank 2, and so do all know
+        ("y", True, False),  # another draws for that rank
+        ("b", True, False),  # draws nothing
+        ("z", False, False),  # the other end has drawn the same
+        ("", True, False),
     ],
 )
-def test_batches_that_may_lack_a_message_are_not_used(
-    place: str | None, apart: bool, stage: int, own: tuple[str, ...], refused: bool
-) -> None:
-    supply = SupplyOf(own)
-    supply.apart = apart
-    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+def test_batches_that_may_lack_a_message_are_not_used(missed: str, apart: bool, fatal: bool) -> None:
+    plan = Plan(epoch=5, owners=("a", "b", "z"), members=("a", "b", "z", "y"), layout=Layout(1, 3), homes=(0, 1, 2, 2))
+    messages = SimpleNamespace(missed_by=lambda member: "loader.py:7" if member == missed else None)
     takeover: Any = SimpleNamespace(
-        recovery=SimpleNamespace(supply=supply),
-        collectives=SimpleNamespace(messages=SimpleNamespace(missed=place)),
-        binding=SimpleNamespace(local=SimpleNamespace(role=Role(0, stage))),
-        epoch=SimpleNamespace(layout=Layout(1, 3), plan=SimpleNamespace(lost=("m0",)), job=job),
+        recovery=SimpleNamespace(supply=SimpleNamespace(apart=apart)),
+        collectives=SimpleNamespace(messages=messages),
+        epoch=SimpleNamespace(plan=plan, job=SimpleNamespace(newest_checkpoint=lambda plan: None)),
     )
-    expected = (
-        r"holds what the script receives at loader\.py:7 for batches of stage 2 of pipeline 0 \(lost members: m0\)"
-    )
-    with pytest.raises(FatalLoss, match=expected) if refused else does():
+    expected = r"holds what the script receives at loader\.py:7 for batches of stage 2 of pipeline 0"
+    with pytest.raises(FatalLoss, match=expected) if fatal else does():
         Takeover._check_messages(takeover)
-
-
-class SupplyOf(dict[int, Any]):
-    """Of pipeline 0, of which this member draws ``own``."""
-
-    apart = True
-
-    def __init__(self, own: tuple[str, ...]) -> None:
-        super().__init__({0: SimpleNamespace(own=own)})

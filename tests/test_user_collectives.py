@@ -397,11 +397,14 @@ def in_the_middle(script: ScriptCollectives, computed: bool) -> tuple[ScriptWork
 
 
 def told(gap: int, done: int, joining: bool = False) -> dict[str, Any]:
-    return {"joining": joining, "script": {"gap": gap, "done": {"world/0.1": done}, "newcomers": {}, "had": {}}}
+    return {
+        "joining": joining,
+        "script": {"gap": gap, "done": {"world/0.1": done}, "newcomers": {}, "had": {}, "missed": None},
+    }
 
 
 def script_at(gap: int) -> ScriptCollectives:
-    session: Any = None
+    session: Any = SimpleNamespace(member="a")
     script = ScriptCollectives(session, lambda: "script", lambda: None)
     script.begin_gap(gap)
     return script
@@ -413,7 +416,14 @@ def test_a_result_that_somebody_has_come_out_with_counts_for_all() -> None:
     script.agree({"a": told(4, 0), "b": told(4, 1)}, step=4)
     script.complete(work)
     assert work.over and tensor.item() == 3.0
-    assert script.record() == {"gap": 4, "done": {"world/0.1": 1}, "open": 0, "newcomers": {}, "had": {}}
+    assert script.record() == {
+        "gap": 4,
+        "done": {"world/0.1": 1},
+        "open": 0,
+        "newcomers": {},
+        "had": {},
+        "missed": None,
+    }
 
 
 def test_a_result_that_nobody_has_come_out_with_is_dropped() -> None:

@@ -130,7 +130,7 @@ class ScriptMessages:
         self._had: dict[str, int] = {}  # newest of each stream that this member has
         self._posted: dict[bytes, list[ScriptReceive]] = defaultdict(list)
         self._listens = 0  # epoch in which receivers can tell this member what they have
-        self._missed = "", 0
+        self._missed: dict[str, tuple[str, int]] = {}  # by member: where, and how long that matters
 
     # -- gaps and recoveries ------------------------------------------------------------------------------
 
@@ -143,8 +143,7 @@ class ScriptMessages:
             for kept in self._kept.values():  # what another member has sent that runs as the same rank
                 while kept and kept[-1].member is None:
                     kept.pop()
-        place, left = self._missed
-        self._missed = place, max(0, left - 1)
+        self._missed = {member: (place, left - 1) for member, (place, left) in self._missed.items() if left > 1}
 
     @property
     def had(self) -> dict[str, int]:
@@ -158,16 +157,21 @@ class ScriptMessages:
 
     @property
     def missed(self) -> str | None:
-        """Where the script has received nothing lately, since the sender's process is lost, or this one replays."""
-        place, left = self._missed
-        return place if left else None
+        """Where this member's script has received nothing lately, as the sender is lost, or since it replays."""
+        return self.missed_by(self._session.member)
 
-    def agree(self, had: Mapping[str, Mapping[str, int]]) -> None:
-        """All have entered a new epoch and have told what they ``had``: send the rest of this member's again.
+    def missed_by(self, member: str) -> str | None:
+        """The same of another ``member``, as it was when all have agreed last."""
+        return self._missed.get(member, ("", 0))[0] or None
+
+    def agree(self, had: Mapping[str, Mapping[str, int]], missed: Mapping[str, str | None]) -> None:
+        """All have entered a new epoch and have told what they ``had`` and ``missed``: send what they lack again.
 
         Raises:
             EpochChanged: another loss.
         """
+        told = {member: (place, _DOUBTFUL) for member, place in missed.items() if place is not None}
+        self._missed = {**told, **self._missed}
         with self._lock:
             self._agree(had)
 
@@ -258,7 +262,7 @@ class ScriptMessages:
 
     def note_missed(self, place: str) -> None:
         """The script goes on at ``place`` without the message that it was to receive."""
-        self._missed = place, _DOUBTFUL
+        self._missed[self._session.member] = place, _DOUBTFUL
 
     def complete(self, work: ScriptReceive, limit: timedelta) -> None:
         """Wait for the message of ``work``.

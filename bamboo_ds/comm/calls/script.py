@@ -120,7 +120,8 @@ class ScriptCollectives:
     def record(self) -> dict[str, Any]:
         """What the others must know after a loss (JSON)."""
         told = {"gap": self._gap, "done": dict(self._done), "open": len(self._open) + self.messages.open}
-        return {**told, "newcomers": dict(self._newcomers), "had": self.messages.had}
+        told |= {"had": self.messages.had, "missed": self.messages.missed}
+        return {**told, "newcomers": dict(self._newcomers)}
 
     def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
         """Learn what has become of the collectives that this member is in.
@@ -139,7 +140,8 @@ class ScriptCollectives:
                 best = {key: max(best.get(key, 0), told["done"].get(key, 0)) for key in {*best, *told["done"]}}
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
-        self.messages.agree({member: record["script"]["had"] for member, record in records.items()})
+        had, missed = ({m: record["script"][name] for m, record in records.items()} for name in ("had", "missed"))
+        self.messages.agree(had, missed)
 
     def first_begun(self) -> ScriptWork | None:
         """The first collective that this member has begun and not come out of; from any thread."""

@@ -110,6 +110,7 @@ class ScriptReport(_Report):
     open: int
     newcomers: dict[str, int]
     had: dict[str, int]
+    missed: str | None
 
 
 class MemberReport(JobFacts):

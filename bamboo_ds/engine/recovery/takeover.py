@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 from ...comm.calls.script import ScriptCollectives
 from ...errors import EpochChanged, FatalLoss
+from ...topology import end_sources, source_ends
 from ..context.operation import Operation, Outcome
 from ..context.shared import InContext
 from ..iteration.parts import IterationParts
@@ -125,25 +126,27 @@ class Takeover(InContext):
         self.progress.at_boundary = False
 
     def _check_messages(self) -> None:
-        """Batches of this member that may lack what a lost rank would have sent are lost, if no other end has the same.
+        """Batches that may lack what a lost rank would have sent are lost, if no other end has the same.
 
         Raises:
             FatalLoss: they are used.
         """
-        supply, place, role = self.recovery.supply, self.collectives.messages.missed, self.binding.local.role
-        if place is None or not supply.apart or role.stage not in (0, self.epoch.layout.stages - 1):
-            return
-        if supply[role.pipeline].own:
-            logger.error(
-                "the script receives at %s from a rank that is lost, or did so before this worker had joined, and "
-                "nothing came. Its batches may lack that, and it is not known that the iterators of the first and of "
-                "the last stage give the same ones. Let both draw the same, what is random from a generator that is "
-                "seeded with the pipeline and not with the rank: then either serves for the other after a loss",
-                place,
-            )
-            plan, part = self.epoch.plan, f"what the script receives at {place} for batches of "
-            checkpoint = self.epoch.job.newest_checkpoint(plan)
-            raise FatalLoss([(role.pipeline, role.stage)], plan.lost, checkpoint, part)
+        plan, messages = self.epoch.plan, self.collectives.messages
+        ends = source_ends(plan, apart=True) if self.recovery.supply.apart else ()
+        for (rank,) in ends:
+            for place in filter(None, map(messages.missed_by, end_sources(plan, rank)[:1])):
+                logger.error(
+                    "the script of rank %d receives at %s from a rank that is lost, or did so before its worker had "
+                    "joined, and nothing came. Its batches may lack that, and it is not known that the iterators of "
+                    "the first and of the last stage give the same ones. Let both draw the same, what is random from a "
+                    "generator that is seeded with the pipeline and not with the rank: then either serves for the "
+                    "other after a loss",
+                    rank,
+                    place,
+                )
+                role, part = plan.world.role(rank), f"what the script receives at {place} for batches of "
+                checkpoint = self.epoch.job.newest_checkpoint(plan)
+                raise FatalLoss([(role.pipeline, role.stage)], plan.lost, checkpoint, part)
 
     def _await_source(self) -> None:
         """Wait for members that can draw the batches of all pipelines; the leader has them started.
