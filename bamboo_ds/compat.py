@@ -70,6 +70,18 @@ def checks_zero_overflow(zero: Any) -> bool:
     return bool(getattr(zero, "check_grad_overflow", zero.dtype == torch.float16))  # 0.16 has no setting
 
 
+def divides_every_output() -> bool:
+    """Whether DeepSpeed divides the gradients of whatever a forward pass gives by the steps of accumulation.
+
+    In 0.18.3 to 0.19.2 it does, also of what a part of a stage gives: where a stage is divided matters then.
+    """
+    from deepspeed.runtime.engine import DeepSpeedEngine
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    hook = "_backward_prologue_per_tensor"
+    return hasattr(DeepSpeedEngine, hook) and hook not in vars(PipelineEngine)
+
+
 def averages_gradients(reducing: Any) -> bool:
     """Whether the engine or its ZeRO optimizer divides sums of gradients by the number of copies of the model."""
     return bool(getattr(reducing, "gradient_average", True))  # before 0.19 always

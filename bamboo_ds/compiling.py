@@ -8,18 +8,25 @@ The process that has made the file keeps it open: so it can be told who builds, 
 from __future__ import annotations
 
 import functools
+import logging
 import os
 import signal
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from . import patching
+from .variables import ENV_FD, ENV_LAUNCH
 from .worker import job as jobs
+from .worker.activity import FIRST_WORD_S
+
+logger = logging.getLogger("bamboo_ds")
+
+_WAITS = "waits for process"
 
 
 def patch(module: ModuleType) -> None:
@@ -29,11 +36,15 @@ def patch(module: ModuleType) -> None:
         @functools.wraps(original)
         def load(name: str, *args: Any, **kwargs: Any) -> Any:
             job = jobs.job_of_main_thread()
-            if job is None:
+            if job is None and not _is_ours():
                 return original(name, *args, **kwargs)
             folder = kwargs.get("build_directory") or module._get_build_directory(name, False)
+            doing = functools.partial(state, name, Path(folder, "lock"))
+            if job is None:
+                with _told_once(doing):
+                    return original(name, *args, **kwargs)
             activity = job.channel.activity
-            activity.doing = functools.partial(state, name, Path(folder, "lock"))
+            activity.doing = doing
             try:
                 with _ended_in_order():
                     return original(name, *args, **kwargs)
@@ -43,6 +54,30 @@ def patch(module: ModuleType) -> None:
         return load
 
     patching.patch(module, "load", wrap)
+
+
+def _is_ours() -> bool:
+    """Whether this process has no job yet, and will ask for one."""
+    return ENV_FD in os.environ or ENV_LAUNCH in os.environ
+
+
+@contextmanager
+def _told_once(doing: Callable[[], str]) -> Iterator[None]:
+    """If the body takes long, a line says so: of those that wait for a process that compiles, that one alone."""
+
+    def tell() -> None:
+        does = doing()
+        if not does.startswith(_WAITS):
+            logger.warning("for %.0f s by now this process %s", FIRST_WORD_S, does)
+
+    timer = threading.Timer(FIRST_WORD_S, tell)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        timer.join()
 
 
 def state(name: str, lock: Path) -> str:
@@ -57,7 +92,7 @@ def state(name: str, lock: Path) -> str:
     if os.getpid() in holders:
         return f"compiles the C++ extension {name}, which can take minutes; in {lock.parent}"
     if holders:
-        return f"waits for process {holders[0]}, which compiles the C++ extension {name}; in {lock.parent}"
+        return f"{_WAITS} {holders[0]}, which compiles the C++ extension {name}; in {lock.parent}"
     return (
         f"waits for the C++ extension {name} at the lock {lock}, which is {age_s:.0f} s old and which no process has "
         "open that this user can see on this host: a build that was stopped has left it there. Unless another host "

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import threading
 import time
 from pathlib import Path
 from types import ModuleType
@@ -12,10 +13,10 @@ from typing import Any
 import psutil
 import pytest
 
-from bamboo_ds import compiling
+from bamboo_ds import compiling, processes
 from bamboo_ds.worker import job as jobs
 
-from .support.jobs import RunningJob, write_config
+from .support.jobs import DEADLINE_S, RunningJob, write_config
 
 pytestmark = pytest.mark.claim("guides/elastic.md")
 
@@ -54,6 +55,26 @@ def test_without_a_job_torch_loads_as_ever(monkeypatch: pytest.MonkeyPatch) -> N
     compiling.patch(torch_s)
     assert torch_s.load is wrapped, "once"
     assert torch_s.load("a", sources=["b"], verbose=True) == ("a", ["b"], True)
+
+
+@pytest.mark.parametrize(("holder", "told"), [("mine", True), ("another's", False), ("nobody's", True)])
+def test_before_there_is_a_job_one_line_tells_it(
+    holder: str, told: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A script that compiles before it asks for its process groups."""
+    monkeypatch.setattr(jobs, "_job", None)
+    monkeypatch.setattr(compiling, "FIRST_WORD_S", 0.0)
+    monkeypatch.setenv("BAMBOO_CHANNEL_FD", "5")
+    monkeypatch.setattr(processes, "who_has", lambda lock: {"mine": [os.getpid()], "another's": [1]}.get(holder, []))
+    (tmp_path / "lock").touch()
+    asked = threading.Event()
+    real = compiling.state
+    monkeypatch.setattr(compiling, "state", lambda *place: (real(*place), asked.set())[0])
+    torch_s: Any = ModuleType("torch.utils.cpp_extension")
+    torch_s.load = lambda name, build_directory: asked.wait(DEADLINE_S)
+    compiling.patch(torch_s)
+    assert torch_s.load("adam", build_directory=str(tmp_path)), "it is looked at"
+    assert len(caplog.messages) == told and all("C++ extension adam" in message for message in caplog.messages)
 
 
 #: Ranks 0 and 1 load one extension, rank 2 another one, whose lock is left of a build that was stopped.

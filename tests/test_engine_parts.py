@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 import torch
 from deepspeed.monitor import csv_monitor
+from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.pipe.engine import PipelineEngine
 from torch.utils._pytree import tree_map
 
 from bamboo_ds.compat import cast_module
@@ -29,6 +31,7 @@ from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.measures import IdleTimes
 from bamboo_ds.engine.operations.monitors import Monitors
 from bamboo_ds.engine.recovery.roles import RoleTransfer
+from bamboo_ds.engine.stage.blocks import with_blocks
 from bamboo_ds.engine.stage.commit import alike, encode_drawn
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import EpochChanged, FatalLoss, UnsupportedError
@@ -379,3 +382,17 @@ def test_a_stage_gets_its_precision_where_nothing_is_kept_in_fp32(monkeypatch: p
     )
     cast_module(engine)
     assert calls == [(torch.bfloat16, None, False)]
+
+
+@pytest.mark.parametrize("mended", [True, False], ids=["0.19.3", "0.19.2"])
+def test_stages_stay_whole_where_deepspeed_would_divide_the_gradients_of_parts(
+    mended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = "_backward_prologue_per_tensor"
+    monkeypatch.setattr(deepspeed_engine.DeepSpeedEngine, hook, lambda self, grad: grad, raising=False)
+    monkeypatch.setattr(PipelineEngine, hook, lambda self, grad: grad, raising=False)
+    if not mended:
+        monkeypatch.delattr(PipelineEngine, hook)
+    module = object.__new__(PipelineModule)
+    module.__dict__.update(activation_checkpoint_interval=0, parts=[0, 3, 6])
+    assert with_blocks(Layout(1, 2), module, 2).blocks == ((2, 2) if mended else Layout(1, 2).blocks)

@@ -23,6 +23,7 @@ import torch
 from deepspeed.pipe import PipelineModule
 from torch import nn
 
+from ... import compat
 from ...bare import bare
 from ...errors import UnsupportedError
 from ...topology import Layout
@@ -37,11 +38,12 @@ def with_blocks(layout: Layout, module: Any, most: int | Literal["auto"]) -> Lay
 
     Args:
         layout: the logical world. Tensor slices meet inside their layers, so that stages with them stay whole; so do
-            those of a class that has a ``forward`` of its own.
+            those of a class that has a ``forward`` of its own, and all where gradients would depend on the division.
         module: this process's stage; it knows which layers the others have.
         most: of a stage.
     """
-    if most == 1 or layout.slices > 1 or type(module).forward is not PipelineModule.forward:
+    whole = layout.slices > 1 or type(module).forward is not PipelineModule.forward or compat.divides_every_output()
+    if most == 1 or whole:
         return layout
     together = max(1, module.activation_checkpoint_interval)  # what is checkpointed together stays together
     groups = [-(-(stop - start) // together) for start, stop in pairwise(module.parts)]
