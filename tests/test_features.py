@@ -64,6 +64,6 @@ def test_features(
     config: dict[str, Any],
 ) -> None:
     """The first steps pass their check; an end of the pipeline is lost, then a stage within it."""
-    faults = [fault(rank, 2 + i, "BackwardPass", 1) for i, rank in enumerate(victims)]
+    faults = [fault(rank, 3 + i, "BackwardPass", 1) for i, rank in enumerate(victims)]
     result = survive(tmp_path, reference, faults, micro_batches=4, arguments=arguments, own=own, checked=True, **config)
     assert {dump["compiled"] for dump in result.ranks().values()} == {"--compile" in arguments}

@@ -137,8 +137,9 @@ def test_a_worker_is_lost_between_commit_and_pending_step(
 ) -> None:
     pipelines, stages, precision = PRECISIONS[job]
     monkeypatch.setenv("BAMBOO_LOG_LEVEL", "INFO")
-    loss = fault(1, 2, ".iteration.passes.forward", 1, evaluating=True)  # shadows are idle in iterations only
-    arguments = "--steps", "5", "--evaluate-every", "2"
+    # Shadows are idle in iterations only; the first four evaluations compare replicas.
+    loss = fault(1, 10, ".iteration.passes.forward", 1, evaluating=True)
+    arguments = "--steps", "12", "--evaluate-every", "2"
     result = survive(tmp_path, reference, [loss], stages, pipelines, arguments, micro_batches=4, **precision)
     assert result.output.count("has yet to take the step of the last iteration") == 1, result.output[-4000:]
     assert result.events("replica_verified") and not result.events("replica_mismatch")

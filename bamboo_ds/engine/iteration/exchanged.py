@@ -1,8 +1,8 @@
 """Weights that a script puts into its stage for evaluations, such as averages that it keeps itself.
 
 Copies of the stage do not have them. As long as each rank has its process an evaluation is right; after a loss the lost
-rank's stage would be evaluated with other weights than the rest. So each evaluation compares weights with those that
-training has left, as replicas have them::
+rank's stage would be evaluated with other weights than the rest. So the first evaluations, and all of them while a rank
+is lost, compare weights with those that training has left, as replicas have them::
 
     train_batch | exchange | eval_batch: compare, note | exchange back | train_batch: refuse (redundancy.on_mismatch)
                                           a rank is lost: no evaluation
@@ -18,6 +18,7 @@ import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import dropwhile, islice
 
 import torch
 
@@ -39,6 +40,8 @@ _CURE = (
 )
 
 
+#: So many evaluations after the first step compare weights, and all of them while a rank is lost.
+_FIRST = 4
 #: What a tensor has to have as the parameter has it that it takes the place of.
 _ALIKE = ("shape", "dtype", "device", "layout")
 
@@ -53,6 +56,8 @@ class ExchangedWeights(InContext):
     _kept: int | None = field(default=None, init=False)
     #: Roles whose weights have differed in evaluations since the last iteration.
     _differing: set[Role] = field(default_factory=set, init=False)
+    #: Evaluations are among the first ones yet.
+    _first: bool = field(default=True, init=False)
     #: The script has exchanged weights before, and training has gone on.
     _exchanges: bool = field(default=False, init=False)
     #: Bits of the local stage after the last step, where nobody has a replica of it and a rank is lost.
@@ -85,6 +90,14 @@ class ExchangedWeights(InContext):
         """The script has loaded a checkpoint, in all copies of its stage."""
         self._reference, self._kept, self._differing = None, None, set()
 
+    def _among_the_first(self) -> bool:
+        """Whether it is one of the first evaluations after a step, on all members alike."""
+        if self._first:
+            kinds = (self.history[number].kind for number in range(len(self.history)))
+            trained = dropwhile(lambda kind: kind != "train", kinds)
+            self._first = len(list(islice((kind for kind in trained if kind == "evaluate"), _FIRST))) < _FIRST
+        return self._first
+
     def _bits(self) -> int:
         return sum_of_bits(self.binding.local.module.parameters())
 
@@ -97,7 +110,7 @@ class ExchangedWeights(InContext):
         """
         plan, local = self.epoch.plan, self.binding.local
         away = without_process(plan)
-        if not self.progress.steps or not (self.mode.replicas or away):
+        if not self.progress.steps or not (away or (self.mode.replicas and self._among_the_first())):
             return
         rank = self.epoch.layout.rank
         replicas = [each for each in self.binding.replicas() if each.verification.valid and not each.stale]
