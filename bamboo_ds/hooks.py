@@ -15,6 +15,7 @@ from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 from .patching import MARK, MEGATRON, patch
+from .variables import ENV_JOINER, ENV_RESTARTS
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -58,6 +59,7 @@ def patch_engine(module: ModuleType) -> None:
             return object.__new__(_further_class(cls))
         built = _engine_class(cls)
         align_local_rank(kwargs.get("args"), os.environ, sys.argv)
+        warn_of_fault(sys.modules["deepspeed"].__version__.strip(), model, kwargs.get("config_class"), os.environ)
         from . import megatron
 
         megatron.patch_everywhere(MEGATRON)
@@ -135,6 +137,21 @@ def _place(cls: type) -> str:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):  # there is no file
         return cls.__module__
+
+
+def warn_of_fault(version: str, model: Any, config: Any, environ: Mapping[str, str]) -> None:
+    """Say once in a job, as rank 0, what DeepSpeed itself computes wrongly in the ``version`` that is installed.
+
+    Args:
+        model: a ``PipelineModule``.
+        config: DeepSpeed's own of the engine; ``None``: it is not known.
+    """
+    from .supported import CURE_OF_FAULTS, fault_of_deepspeed
+
+    first = model.global_rank == 0 and not (environ.get(ENV_JOINER) or environ.get(ENV_RESTARTS))
+    fault = fault_of_deepspeed(version) if first else None
+    if fault is not None and getattr(config, "gradient_accumulation_steps", 1) > 1:
+        logger.warning("%s; %s", fault, CURE_OF_FAULTS)
 
 
 def align_local_rank(arguments: Any, environ: Mapping[str, str], argv: Sequence[str]) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+from packaging.specifiers import SpecifierSet
+
 from .config import BLOCK, load_config
 from .errors import ConfigError, UnsupportedError
 
@@ -12,6 +14,34 @@ if TYPE_CHECKING:
     from deepspeed.runtime.pipe.module import PipelineModule
 
     from .topology import Layout
+
+
+#: How DeepSpeed itself computes the gradients of pipelines wrongly, by version; A are the steps of accumulation, S the
+#: stages. Up to 0.18.2 its engine scales the loss only where backward passes reduce gradients, which those of pipelines
+#: do not. Since 0.18.3 hooks divide the gradients of every stage's outputs; in 0.19.3 those of the last stage alone
+#: (#8152, #8154).
+_FAULTS = (
+    (
+        SpecifierSet("<0.18.3"),
+        "does not divide the gradients of pipelines by the steps of accumulation: with A steps they are too large by a "
+        "factor of A",
+    ),
+    (
+        SpecifierSet(">=0.18.3,<0.19.3"),
+        "divides the gradients of pipelines by the steps of accumulation once per stage instead of once: with A steps "
+        "and S stages those of the first stage are too small by a factor of A^(S-1), those of the last one are right",
+    ),
+)
+#: What to do about each.
+CURE_OF_FAULTS = "it is mended in DeepSpeed 0.19.3: pip install 'deepspeed>=0.19.3'"
+
+
+def fault_of_deepspeed(version: str) -> str | None:
+    """What DeepSpeed of that version computes wrongly with several steps of accumulation; ``None``: nothing."""
+    for versions, fault in _FAULTS:
+        if versions.contains(version, prereleases=True):
+            return f"DeepSpeed {version} {fault}. So it does without bamboo_ds, and jobs with it do the same"
+    return None
 
 
 def _enabled(config: Mapping[str, Any], name: str) -> bool:
@@ -44,12 +74,14 @@ def check_config(source: Any) -> None:
     if (config.get("compile") or {}).get("deepcompile"):
         refused.append(("compile.deepcompile", "set it to false; engine.compile() works without"))
     if config.get("sparse_gradients"):
-        refused.append(("sparse_gradients", "set it to false"))
+        refused.append(("sparse_gradients", "remove it"))
     if _enabled(config, "flops_profiler"):
         refused.append(("flops_profiler.enabled", "profile without bamboo"))
-    for name in ("data_efficiency", "progressive_layer_drop", "eigenvalue"):
+    if _enabled(config, "data_efficiency"):
+        refused.append(("data_efficiency.enabled", "set it to false"))
+    for name in ("progressive_layer_drop", "eigenvalue"):  # 0.19.8 refuses them also where they are off
         if _enabled(config, name):
-            refused.append((f"{name}.enabled", "set it to false"))
+            refused.append((f"{name}.enabled", "remove it"))
     if config.get("compression_training"):
         refused.append(("compression_training", "remove it"))
     if (config.get("tensor_parallel") or {}).get("autotp_size", 0) > 1:

@@ -28,7 +28,8 @@ from rich.table import Table
 ROOT = Path(__file__).parents[1]
 TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13.0", "2.14.1", "2.15.0")
 #: In 0.18.7 and 0.18.9 DeepSpeed's own ZeRO-1 with pipelines fails on CPUs.
-DEEPSPEED = ("0.16.9", "0.17.6", "0.18.6", "0.19.8")
+#: 0.18.6 and 0.19.2 divide the gradients of each stage.
+DEEPSPEED = ("0.16.9", "0.17.6", "0.18.6", "0.19.2", "0.19.8")
 #: What touches DeepSpeed's and torch's insides, and jobs that lose workers; the longest first.
 TESTS = (
     "tests/test_precision.py::test_optimizers_of_roles_that_went_elsewhere_leave_memory",
@@ -38,6 +39,7 @@ TESTS = (
     "tests/test_elastic.py::test_members_join",
     "tests/test_engine_surface.py::test_surface[losses]",
     "tests/test_engine_surface.py::test_curriculum",
+    "tests/test_versions.py",
     *(
         f"tests/test_backend.py::test_{name}"
         for name in (

@@ -412,6 +412,30 @@ def test_an_engine_of_the_script_s_own_class_is_told_with_its_place() -> None:
         hooks._engine_class(type("Bare", (PipelineEngine,), {"__module__": "nowhere"}))
 
 
+@pytest.mark.parametrize(
+    ("version", "accumulation", "words"),
+    [
+        ("0.16.9", 4, r"does not divide .* too large by a factor of A\."),
+        ("0.18.2", 4, "too large"),
+        ("0.18.3", 2, r"once per stage .* too small by a factor of A\^\(S-1\)"),
+        ("0.19.2+local", 2, "once per stage"),
+        ("0.19.2", 1, None),
+        ("0.19.3", 4, None),
+        ("0.19.8", 4, None),
+    ],
+)
+def test_a_version_of_deepspeed_that_computes_wrongly_is_told_once(
+    version: str, accumulation: int, words: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    config = SimpleNamespace(gradient_accumulation_steps=accumulation)
+    for rank, environ in ((0, {}), (1, {}), (0, {"BAMBOO_JOINER": "1"}), (0, {"BAMBOO_RESTART_COUNT": "1"})):
+        hooks.warn_of_fault(version, SimpleNamespace(global_rank=rank), config, environ)
+    assert len(caplog.messages) == (words is not None)
+    if words is not None:
+        assert re.search(rf"^DeepSpeed {re.escape(version)} .*{words}", caplog.messages[0])
+        assert caplog.messages[0].endswith("; it is mended in DeepSpeed 0.19.3: pip install 'deepspeed>=0.19.3'")
+
+
 def test_the_default_of_an_option_for_local_ranks_is_no_error(caplog: pytest.LogCaptureFixture) -> None:
     def aligned(found: object, environ: dict[str, str], *argv: str) -> object:
         arguments = SimpleNamespace(local_rank=found)

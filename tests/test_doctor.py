@@ -60,6 +60,12 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (
         finding.state == "problem" and finding.found == "deepspeed is 0.9" and "deepspeed<0.20,>=0.16" in finding.cure
     )
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.19.2" if name == "deepspeed" else real(name))
+    fine, finding = doctor.versions(HERE)
+    assert (fine.state, finding.state) == ("ok", "warning")
+    assert (
+        "DeepSpeed 0.19.2 divides the gradients of pipelines" in finding.found and "deepspeed>=0.19.3" in finding.cure
+    )
     monkeypatch.undo()
     monkeypatch.setenv("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     assert [each.state for each in examine(HERE, (doctor.versions,))] == ["ok", "problem"]
@@ -71,7 +77,7 @@ def test_versions(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"bamboo": {"redundancy": {"mode": "none"}}}, "ok", "redundancy none"),
         ({}, "warning", 'has no "bamboo" block'),
         ({"bamboo": {"redundancy": {"mod": "none"}}}, "problem", "mod"),
-        ({"bamboo": {}, "sparse_gradients": True}, "problem", '"sparse_gradients": set it to false'),
+        ({"bamboo": {}, "sparse_gradients": True}, "problem", '"sparse_gradients": remove it'),
     ],
 )
 def test_configurations(tmp_path: Path, config: dict[str, object], state: str, text: str) -> None:

@@ -121,7 +121,7 @@ def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.M
             "problem",
             r"^the script's PipelineModule has 3 stages .* 4 ranks, .*: start it with 3 or 6 \(`-n`",
         ),
-        (("refused", "2"), "problem", r'"sparse_gradients": set it to false'),
+        (("refused", "2"), "problem", r'"sparse_gradients": remove it'),
         (
             ("raises", "2"),
             "problem",

@@ -31,7 +31,7 @@ from ..launchers.network import LOOPBACK, address_towards, free_port
 from ..launchers.owning import EMBEDDED
 from ..processes import who_has
 from ..store.endpoints import ENV_CA, ENV_CERT, ENV_KEY, Endpoint, parse_endpoints
-from ..supported import check_config
+from ..supported import CURE_OF_FAULTS, check_config, fault_of_deepspeed
 from .options import variable_option
 from .output import console
 
@@ -94,6 +94,9 @@ def versions(_: Patient) -> Iterator[Finding]:
         yield Finding("versions", "problem", ", ".join(wrong), f"install {needed}")
     else:
         yield Finding("versions", "ok", ", ".join(shown))
+        fault = fault_of_deepspeed(importlib.metadata.version("deepspeed"))
+        if fault is not None:
+            yield Finding("versions", "warning", fault, CURE_OF_FAULTS)
     if os.environ.get("TORCH_DEVICE_BACKEND_AUTOLOAD", "1") == "0":
         found = "TORCH_DEVICE_BACKEND_AUTOLOAD is 0: torch does not load bamboo_ds"
         yield Finding("versions", "problem", found, "unset TORCH_DEVICE_BACKEND_AUTOLOAD")

@@ -2,7 +2,7 @@
 
 train_surface.py --deepspeed_config FILE --out FOLDER --stages P
 
-With DeepSpeed's curriculum learning (before 0.19) in the configuration: only steps, on sequences of its lengths.
+With DeepSpeed's curriculum learning (before 0.19.8) in the configuration: only steps, on sequences of its lengths.
 """
 
 from __future__ import annotations
