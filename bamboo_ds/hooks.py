@@ -8,6 +8,7 @@ import logging
 import os
 import sys
 from collections.abc import Mapping, Sequence
+from importlib import metadata
 from types import ModuleType
 from typing import Any
 
@@ -59,7 +60,7 @@ def patch_engine(module: ModuleType) -> None:
             return object.__new__(_further_class(cls))
         built = _engine_class(cls)
         align_local_rank(kwargs.get("args"), os.environ, sys.argv)
-        warn_of_fault(sys.modules["deepspeed"].__version__.strip(), model, kwargs.get("config_class"), os.environ)
+        warn_of_fault(metadata.version("deepspeed"), model, kwargs.get("config_class"), os.environ)
         from . import megatron
 
         megatron.patch_everywhere(MEGATRON)
@@ -148,7 +149,7 @@ def warn_of_fault(version: str, model: Any, config: Any, environ: Mapping[str, s
     """
     from .supported import CURE_OF_FAULTS, fault_of_deepspeed
 
-    first = model.global_rank == 0 and not (environ.get(ENV_JOINER) or environ.get(ENV_RESTARTS))
+    first = getattr(model, "global_rank", None) == 0 and not (environ.get(ENV_JOINER) or environ.get(ENV_RESTARTS))
     fault = fault_of_deepspeed(version) if first else None
     if fault is not None and getattr(config, "gradient_accumulation_steps", 1) > 1:
         logger.warning("%s; %s", fault, CURE_OF_FAULTS)

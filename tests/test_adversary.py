@@ -18,7 +18,7 @@ from .support.adversary.script import Script, parsed, simpler
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md", "state.md")
 
 #: Of the seeds of the suite, what becomes of their jobs and how many losses strike there.
-SUITE: dict[int, tuple[str, int]] = {}
+SUITE: dict[int, tuple[str, int]] = dict.fromkeys((494, 440, 513, 518, 528), (TRAINS, 1))
 SEEDS = [*SUITE, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1000, 1200))]
 
 

@@ -224,7 +224,9 @@ def report(**changes: Any) -> MemberReport:
         "seed": 2**64 - 1,
         "nonce": "n",
         "checksums": True,
-        "script": ScriptReport(gap=3, done={"world": 1}, open=0, newcomers={"m9": 3}),
+        "script": ScriptReport(
+            gap=3, done={"world": 1}, open=0, newcomers={"m9": 3}, had={"world/0/1/0": 5}, missed=None
+        ),
         "exact": 0,
         "device": None,
     }

@@ -6,6 +6,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -35,7 +36,7 @@ from bamboo_ds.engine.replicas.refusals import (
 from bamboo_ds.engine.stage.answers import Refusal, stepping_alone
 from bamboo_ds.engine.stage.optimizers import FusedHalfOptimizer
 from bamboo_ds.errors import ConfigError, FatalLoss, ReplicaDiffers, UnsupportedError
-from bamboo_ds.topology import Role
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 
 from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
 from .support.surviving import fault, survive
@@ -201,20 +202,22 @@ def test_hooks_and_frozen_parameters_are_those_of_the_lost_stage(tmp_path: Path,
 
 def test_what_cannot_be_frozen_exactly() -> None:
     """With fp16 it is refused; where another script is lost that would do the same, the job starts again."""
-    plan = SimpleNamespace(lost=("m2",))
-    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+    layout = Layout(1, 3)
+    plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), layout, True)
     needed: list[bool] = []
     channel = SimpleNamespace(need_every_rank=lambda: needed.append(True))
-    for optimizer, kind, reason in (
-        (SimpleNamespace(), FatalLoss, r"freezes parameters, or makes them trainable, in stage 2 of pipeline 0"),
-        (FusedHalfOptimizer.__new__(FusedHalfOptimizer), UnsupportedError, "with fp16"),
+    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+    away = replace(plan, members=plan.members[:2], homes=plan.homes[:2], owners=("m0", "m1", "m1"), lost=("m2",))
+    for plan_now, optimizer, kind, reason in (
+        (away, SimpleNamespace(), FatalLoss, r"freezes parameters, or makes them trainable, in stage 2 of pipeline 0"),
+        (plan, FusedHalfOptimizer.__new__(FusedHalfOptimizer), UnsupportedError, "with fp16"),
     ):
         local: Any = SimpleNamespace(role=Role(0, 1), owned=True, optimizer=optimizer)
-        owned = [local, SimpleNamespace(role=Role(0, 2))]
-        binding = SimpleNamespace(local=local, runtimes={local.role: local}, owned=lambda owned=owned: owned)
         calls = ScriptCalls.__new__(ScriptCalls)
         calls.context = SimpleNamespace(  # type: ignore[assignment]
-            binding=binding, epoch=SimpleNamespace(plan=plan, job=job, channel=channel)
+            binding=SimpleNamespace(local=local, runtimes={local.role: local}),
+            epoch=SimpleNamespace(plan=plan_now, job=job, channel=channel),
+            progress=SimpleNamespace(behind=False),
         )
         with pytest.raises(kind, match=reason):
             calls._follow_freezing()
