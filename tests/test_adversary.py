@@ -12,13 +12,16 @@ from pathlib import Path
 import pytest
 
 from .support.adversary import grammar, model
-from .support.adversary.judge import DIFFERS, INVALID, RESTARTS, TRAINS, Verdict, judge, known
+from .support.adversary.judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, judge, known
 from .support.adversary.script import Script, parsed, simpler
 
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md", "state.md")
 
 #: Of the seeds of the suite, what becomes of their jobs and how many losses strike there.
-SUITE: dict[int, tuple[str, int]] = dict.fromkeys((494, 440, 513, 518, 528), (TRAINS, 1))
+SUITE = {
+    **dict.fromkeys((437, 438, 440, 442, 444, 461, 462, 477), (TRAINS, 1)),
+    **dict.fromkeys((464, 466), (REFUSED, 0)),
+}
 SEEDS = [*SUITE, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1000, 1200))]
 
 
@@ -58,8 +61,9 @@ def test_losses_strike_and_scripts_train() -> None:
 
 
 def test_scripts_are_data() -> None:
-    """The same from their text, and so is each of those with one thing less."""
+    """The same from their text; each that is simpler is another one, and can be run."""
     for seed in range(50):
         script = grammar.draw(seed)
         assert parsed(script.text()) == script == grammar.draw(seed)
-        assert all(parsed(each.text()) == each != script for each in simpler(script))
+        assert script not in simpler(script)
+        assert all(len(each.layers) >= each.stages > 1 and parsed(each.text()) == each for each in simpler(script))

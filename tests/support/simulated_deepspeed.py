@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bamboo_ds.bare import bare
 from bamboo_ds.engine.stage.deepspeed_adapter import DeepSpeedAdapter
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 
@@ -175,5 +176,5 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         """The state of the bound role is saved."""
         parts = self.engine._parts
         runtime = parts.binding.current
-        state = {name: tensor.detach().clone() for name, tensor in runtime.named_tensors()}
+        state = {name: bare(tensor).clone() for name, tensor in runtime.named_tensors()}
         parts.saves.collected[tag][runtime.role] = state

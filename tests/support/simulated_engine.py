@@ -22,6 +22,7 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from bamboo_ds.bare import bare
 from bamboo_ds.config import BambooConfig
 from bamboo_ds.control.leader.actions import StartDataWorker, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies, with_copies
@@ -430,6 +431,7 @@ class World:
         leaving: a member that has been told to leave.
         awaited: whether members that waited for the plan that copies had been made for have got it.
         long: iterations are.
+        every_rank: members whose scripts do what only all ranks can, so that a loss is fatal.
         most: the largest number of roles whose state a member has had, copies that it was making included.
     """
 
@@ -452,6 +454,7 @@ class World:
     waiting: set[str] = field(default_factory=set, init=False)
     needs: dict[str, bool] = field(default_factory=dict, init=False)
     fed: list[str] = field(default_factory=list, init=False)
+    every_rank: set[str] = field(default_factory=set, init=False)
 
     def __post_init__(self) -> None:
         self.random = Random(self.seed)
@@ -693,6 +696,9 @@ class World:
         self.healed.append(self.plan)
 
     def _plan_losses(self) -> None:
+        if self.every_rank:
+            self._plan_end()
+            return
         holders = holders_of(self.plan, ready_copies(self.states, self.plan))
         self.plan = takeover(self.plan, self.network.dead, holders)
         if self.spec.heals:
@@ -744,7 +750,7 @@ def state_of(world: World) -> dict[Role, dict[str, torch.Tensor]]:
         for role, runtime in member.binding.runtimes.items():
             runtime.catch_up()
             member.binding.refresh()
-            state = {name: tensor.detach().clone() for name, tensor in runtime.named_tensors()}
+            state = {name: bare(tensor).clone() for name, tensor in runtime.named_tensors()}
             assert runtime.attributes["global_steps"] == world.spec.iterations, (member.name, role)
             if not runtime.owned:
                 replicas.append((member.name, role, state))

@@ -152,7 +152,7 @@ class Job:
         self.replaying = self.dismissed = self._iterating = False
         self.events: list[tuple[str, dict[str, Any]]] = []
         self.channel: Any = SimpleNamespace(
-            need_every_rank=lambda: None,
+            need_every_rank=lambda: world.every_rank.add(session.member),
             activity=SimpleNamespace(at_work=nullcontext, beats=0, busy=False, hang_after_s=0.0, telling={}),
             spans=None,
             event=lambda kind, **facts: self.events.append((kind, facts)),

@@ -113,7 +113,7 @@ class Between:
         named = dict(self.engine.module.named_parameters())
         with torch.no_grad():
             for name, parameter in named.items():
-                self.average.setdefault(name, parameter.detach().clone()).lerp_(parameter, 0.5)
+                self.average.setdefault(name, torch.zeros_like(parameter)).lerp_(parameter, 0.5)
             kept = {name: parameter.detach().clone() for name, parameter in named.items()}
             for name, parameter in named.items():
                 parameter.copy_(self.average[name])

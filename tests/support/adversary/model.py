@@ -36,7 +36,7 @@ from ..simulated_network import SimulatedTransport
 from . import data, grammar, layers, optimizers
 from .attributes import made
 from .between import Between
-from .judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, known
+from .judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, hides, known
 from .script import Script
 
 #: What scripts do that the model has no part for.
@@ -70,7 +70,7 @@ def simulable(script: Script) -> Script:
     evaluates = tuple(each for each in script.actions if "evaluate" in each.what)
     return replace(
         script,
-        steps=4,
+        steps=5,
         layers=tuple(each if each in LAYERS else "plain" for each in script.layers),
         model=tuple(each for each in script.model if each == "tied"),
         optimizer=script.optimizer if script.optimizer in OPTIMIZERS else "sgd",
@@ -79,7 +79,9 @@ def simulable(script: Script) -> Script:
         data=script.data if script.data in DATA else "iterator",
         batch_fn=script.batch_fn if script.batch_fn in BATCH_FNS else "none",
         attributes=tuple(
-            each for each in script.attributes if each.on in ("parameter", "buffer", "layer") and each.early
+            each
+            for each in script.attributes
+            if each.on in ("parameter", "buffer", "layer") and each.early and each.name != "tensor_model_parallel"
         ),
         actions=tuple(
             [*evaluates[:1], *(replace(each, at=min(each.at, 3)) for each in script.actions if each.what in ACTIONS)]
@@ -143,6 +145,8 @@ def _processed(script: Script) -> Any:
 
 
 def _changes(engine: Any, script: Script, step: int) -> None:
+    if step == script.steps:
+        return  # nothing comes that takes it to replicas
     between = Between(SimpleNamespace(rank=1, say=lambda *_: None), engine, None, None)  # type: ignore[arg-type]
     for action in script.actions:
         if action.what in ACTIONS and action.due(step):
@@ -212,7 +216,7 @@ class DrawnWorld(World):
             tied="tied" in script.model,
             evaluates=any("evaluate" in each.what for each in script.actions),
             heals=len(cuts) > 1,
-            checked=2,
+            checked=3,
         )
         return cls(spec, seed, cuts, script=script)
 
@@ -266,13 +270,13 @@ def plain(script: Script) -> tuple[list[float], dict[Role, dict[str, torch.Tenso
                 total = loss.detach().clone() if total is None else total + loss.detach()
             means.append(float(total / script.micro_batches))
         losses.append(_mean(means))
-        for stage in range(script.stages):
-            _reduce([line[stage].module for line in lines])
         if "tied" in script.model:
             for line in lines:
                 first, last = (line[at].module.tied_modules["ends"].weight for at in (0, -1))
                 total = first.grad + last.grad
                 first.grad, last.grad = total.clone(), total.clone()
+        for stage in range(script.stages):
+            _reduce([line[stage].module for line in lines])
         for line in lines:
             _clip(line, limit_of(script), script.pipelines)
             for each in line:
@@ -345,8 +349,10 @@ def judge(script: Script, cuts: int = 2) -> list[Verdict]:
         return found
     for _ in range(cuts):
         victim, other = random.sample(sorted(calm.done), 2)
-        if calm.done[victim]:
-            chosen = [Cut(victim, random.randrange(len(calm.done[victim])))]
+        first = 3 if hides(script) else 0  # losses in the steps that are checked spoil the check
+        places = [event for event, (steps, _) in enumerate(calm.done[victim]) if steps >= first]
+        if places:
+            chosen = [Cut(victim, random.choice(places))]
             if script.world > 2 and random.random() < 0.4:
                 chosen.append(Cut(other, random.randrange(30), _whole))
             world = _run(script, seed, tuple(chosen))
