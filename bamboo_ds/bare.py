@@ -7,6 +7,9 @@ on bare tensors alone, and on modules, optimizers and schedulers only those that
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
 import torch
 
 
@@ -16,3 +19,15 @@ def bare(tensor: torch.Tensor) -> torch.Tensor:
     Writes to it are writes to ``tensor``, and torch counts them as such.
     """
     return torch.Tensor.detach(tensor)
+
+
+@contextmanager
+def all_bare(tensors: Iterable[torch.Tensor]) -> Iterator[None]:
+    """In the body no attribute of ``tensors`` hides one of torch's: for code of torch's that calls their methods."""
+    hidden = [(vars(tensor), name) for tensor in tensors for name in vars(tensor) if hasattr(torch.Tensor, name)]
+    kept = [(own, name, own.pop(name)) for own, name in hidden]
+    try:
+        yield
+    finally:
+        for own, name, value in kept:
+            own[name] = value

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import json
 import math
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -31,6 +33,7 @@ from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from bamboo_ds.variables import checked_steps
 
+from .support.faults import mark
 from .support.jobs import SUPPORT, RunningJob, run_bamboo, write_config
 from .support.settings import agent
 from .support.sliced_jobs import SLICES
@@ -43,12 +46,12 @@ INEXACT = SUPPORT / "train_inexact.py"
 CHECK = {"redundancy": {"check_exact": 3}}
 
 
-def inexact(folder: Path, reaction: str, *culprits: str) -> Any:
+def inexact(folder: Path, reaction: str, *culprits: str, faults: Sequence[dict[str, Any]] = (), steps: int = 4) -> Any:
     block = {"redundancy": {"check_exact": 3, "on_mismatch": reaction}}
     config = write_config(folder, block, 4, optimizer=None, scheduler=None)
     stages = len(culprits)
-    options = ["--stages", str(stages), "--culprits", ",".join(culprits)]
-    return run_bamboo(folder, stages, options, config, INEXACT)
+    options = ["--stages", str(stages), "--culprits", ",".join(culprits), "--steps", str(steps)]
+    return run_bamboo(folder, stages, [*options, "--faults", json.dumps(faults)], config, INEXACT)
 
 
 # -- jobs ---------------------------------------------------------------------------------------------------
@@ -104,11 +107,36 @@ def test_a_difference_ends_the_job(tmp_path: Path, culprits: tuple[str, ...], st
 
 @pytest.mark.integration
 def test_a_loss_in_a_rehearsal(tmp_path: Path, reference: Reference) -> None:
-    """Its shadow goes on from what it has rehearsed; the step is not checked, and the check has no result."""
+    """Its shadow goes on from what it has rehearsed; the check begins again and has a result in the end."""
     faults = [fault(1, 2, "ResendGrad", 1)]  # nothing is sent again but in a rehearsal, or after a loss
-    result = survive(tmp_path, reference, faults, 3, bamboo=CHECK)
-    assert "a loss has hit the last step to be checked" in result.output
-    assert not result.events("exact_checked") and not result.events("exact_mismatch")
+    result = survive(tmp_path, reference, faults, 3, arguments=("--steps", "16"), bamboo=CHECK)
+    (event,) = result.events("exact_checked")
+    first = event["step"] - 2
+    assert first > 3 and f"bamboo: steps {first} to {event['step']} are exact" in result.output
+    assert not result.events("exact_mismatch")
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("step", [0, 1])
+def test_a_loss_before_the_check_is_over_hides_nothing(tmp_path: Path, step: int) -> None:
+    """What was taken over without the count of the script is computed otherwise; the check that begins again tells."""
+    faults = [fault(1, step, "OptimizerStep")]
+    result = inexact(tmp_path, "stop", "global", "global", "global", faults=faults, steps=30)
+    assert result.exit_code == 1 and (tmp_path / mark(faults[0])).exists()
+    named = (
+        rf"Inexact: .*\(a member was lost in step {step + 2}, before the check was over: .*output of layer \d \(Counted"
+    )
+    assert re.search(named, result.output), result.output[-4000:]
+    assert len(result.events("step")) < 30
+
+
+@pytest.mark.integration
+def test_where_nobody_is_left_to_check_it_is_told(tmp_path: Path) -> None:
+    faults = [fault(1, 1, "OptimizerStep")]
+    result = inexact(tmp_path, "stop", "global", "global", faults=faults, steps=6)
+    assert result.exit_code == 0, result.output[-4000:]
+    assert (tmp_path / mark(faults[0])).exists() and not result.events("exact_checked")
+    assert result.output.count("nobody is left to check with: whether this script keeps something that replicas") == 1
 
 
 @pytest.mark.integration

@@ -22,6 +22,7 @@ from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
+from bamboo_ds.engine.script.assigned import fingerprint
 from bamboo_ds.engine.script.changes import Weights, away_from, count_of, unchanged
 from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer
 from bamboo_ds.engine.stage.layers import Changes, Layers, copied
@@ -173,10 +174,35 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     local.trained = [True, False]
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
-    assert all(sequence == 5 and told.tolist() == [3, 1, 5, 0, 1, 0] for _, sequence, told in sent)
+    assert all(sequence == 5 and told.tolist() == [3, 1, -1, 0, 1, 0] for _, sequence, told in sent)
     progress.phase = ScriptPhase.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
+
+
+def test_what_is_assigned_is_told_when_nothing_can_follow() -> None:
+    """Between two operations a script may go on to assign, and what is compared then differs from what it has later."""
+    plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True)
+    sent: list[Any] = []
+    transport = SimpleNamespace(send=lambda *what: sent.append(what[2].tolist()), drain=lambda: None)
+    binding: Any = SimpleNamespace(local=SimpleNamespace(role=Role(0, 0), trained=None))
+    epoch: Any = SimpleNamespace(lanes=Lanes(plan, False), transport=transport, member="m0")
+    progress = Progress(seed=1, sequence=5, steps=3)
+    progress.assigned["engine.value"] = "1"
+    context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
+    announcements, known = Announcements(context), fingerprint(progress.assigned)
+    announcements.tell_again()
+    assert not sent, "a plan that changes between two operations"
+    announcements.assigned = True
+    with progress.calling("train_batch"):
+        for _ in range(2):
+            announcements.begin_operation()
+        assert sent == [[3, 0, 5, known]], "once"
+        announcements.tell_again()
+        assert sent == [[3, 0, 5, known]] * 2, "a plan that changes in an operation"
+        progress.end_operation()
+        announcements.tell_again()
+        assert len(sent) == 2, "after an operation, before the script goes on"
 
 
 @pytest.mark.parametrize("step", [3, 4])

@@ -232,6 +232,11 @@ class Progress:
         return self.phase is not ScriptPhase.TOGETHER
 
     @property
+    def called(self) -> bool:
+        """Whether the script is in an operation that is not finished."""
+        return self.call is not None and self.call[0] == self.sequence
+
+    @property
     def training(self) -> bool:
         """Whether the script is in an iteration that is not finished."""
         return self.call == (self.sequence, "train_batch")

@@ -25,9 +25,11 @@ class Conclusions(InContext):
 
     Attributes:
         tally: what this member has compared.
+        unsure: the step in which a member was lost before the check was over.
     """
 
     tally: Tally = field(default_factory=Tally, init=False)
+    unsure: int | None = field(default=None, init=False)
 
     def tell(self, role: Role, found: Sequence[str], what: str, rounded: bool) -> None:
         """Tell what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
@@ -41,14 +43,25 @@ class Conclusions(InContext):
             found=what,
             tensors=found[:_NAMED],
         )
-        reason = reasons(what, role.stage in (0, self.epoch.layout.stages - 1))
-        error = Inexact(self.progress.steps + (what == REHEARSAL), role.pipeline, role.stage, *reason, found)
+        cause, cures = reasons(what, role.stage in (0, self.epoch.layout.stages - 1))
+        if self.unsure is not None:
+            cause += f" (a member was lost in step {self.unsure}, before the check was over: results may differ since)"
+        error = Inexact(self.progress.steps + (what == REHEARSAL), role.pipeline, role.stage, cause, cures, found)
         if self.settings.redundancy.on_mismatch == "stop" and not rounded:
             raise error
         logger.error("%s", error)
 
-    def conclude(self, checked: int) -> None:
-        """All members put together what they have compared in the first ``checked`` steps; one tells it. Collective."""
+    def begin_again(self, unsure: int | None) -> None:
+        """Count anew what is compared; the time that it took and what differed stay."""
+        if self.unsure is None:
+            self.unsure = unsure
+        self.tally = Tally(seconds=self.tally.seconds, differing=self.tally.differing)
+
+    def conclude(self, checked: int, before: int) -> None:
+        """All members put together what they have compared in ``checked`` steps after the first ``before``. Collective.
+
+        One of them tells it.
+        """
         found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self.tally.told())).values()]
         if not self.epoch.leads:
             return
@@ -67,11 +80,12 @@ class Conclusions(InContext):
             if roles
         )
         off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
+        which = f"steps {before + 1} to {before + checked}" if before else f"the first {checked} steps"
         if total(found, "differing"):
-            _say(f"the check of the first {checked} steps has found differences, see above.{without} {off}")
+            _say(f"the check of {which} has found differences, see above.{without} {off}")
             return
         _say(
-            f"the first {checked} steps are exact: {len(rehearsed)} stages computed again by their shadows in "
+            f"{which} are exact: {len(rehearsed)} stages computed again by their shadows in "
             f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
             f"last bit.{without} {off}"
         )

@@ -16,14 +16,16 @@ one is not rehearsed.
 In the last step but one shadows compute nothing, redundantly or in a rehearsal: what only passes keep up to date, such
 as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
 
-A loss in such a step takes precedence: the step is not checked. What members exchange here travels on lanes of their
-own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
+A recovery takes precedence: the step in which it happens is not checked, and the check begins again with the next one,
+so that a takeover of what nobody had checked yet is found out, too. What members exchange here travels on lanes of
+their own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -34,11 +36,10 @@ import torch
 
 from ...bare import bare
 from ...comm.transport import Transport
-from ...errors import EpochChanged, ProtocolError
+from ...errors import ProtocolError
 from ...schedule import rehearsal_passes, rehearsal_sends
 from ...topology import Role
 from ..context.lanes import RehearsalLanes, Stream
-from ..context.operation import Outcome
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.building import StageBuilder
@@ -72,7 +73,7 @@ class ExactChecks(InContext):
 
     Attributes:
         on: the check goes on.
-        steps: how many steps are checked, equal on all members.
+        steps: how many steps are checked in a row, equal on all members.
         redone: forward passes that this member has rehearsed in this iteration.
         rests: it is the iteration in which shadows compute nothing.
     """
@@ -83,6 +84,8 @@ class ExactChecks(InContext):
     steps: int = field(default=0, init=False)
     redone: int = field(default=0, init=False)
     rests: bool = field(default=False, init=False)
+    #: Steps that are done before the first one that is checked; ``None``: those that are when the check begins.
+    _before: int | None = field(default=None, init=False)
     _conclusions: Conclusions = field(init=False)
     _traces: Traces = field(default_factory=Traces, init=False)
     _brought: list[StageRuntime] = field(default_factory=list, init=False)
@@ -97,25 +100,52 @@ class ExactChecks(InContext):
 
     def begin(self, steps: int) -> None:
         """Check so many steps, as the members have agreed."""
-        self.on, self.steps = steps > 0, steps
+        self.on, self.steps, self._before = steps > 0, steps, None
+
+    def begin_again(self, steps: int, before: int) -> None:
+        """There was a recovery: check so many steps after the first ``before``, on all members alike; 0: none.
+
+        While replicas are being made, or there are none, the check waits: another recovery follows when that changes.
+        """
+        if not steps:
+            return
+        self.begin(steps)
+        plan = self.epoch.plan
+        self._before = before if any(plan.shadows) and not plan.learners else sys.maxsize
+        self._began.clear()
+        self._conclusions.begin_again(before if plan.lost else None)
+        if self.epoch.leads and len(plan.members) == 1:
+            logger.warning(
+                "the first steps were not checked when the last other member was lost, and nobody is left to check "
+                "with: whether this script keeps something that replicas lack is not known, so that results may "
+                "differ from here on. A job that has lost nobody in its first %d steps says whether that is so",
+                steps,
+            )
 
     @property
     def left(self) -> int:
-        """How many first steps are checked; 0: none any more."""
+        """How many steps are checked in a row; 0: none any more."""
         return self.steps if self.on else 0
+
+    def _checked(self) -> int:
+        """How many of the steps are done; below 0: the first one is to come after others."""
+        return self.progress.steps - (self._before or 0)
 
     def begin_iteration(self) -> None:
         """An iteration begins."""
+        if self.on and self._before is None:
+            self._before = self.progress.steps
+            self.on = self.progress.steps < self.steps  # else the job has started again, after the steps
         if self.on:
-            self.redone, self.rests = 0, self.progress.steps == self.steps - 2
+            self.redone, self.rests = 0, 0 <= self._checked() == self.steps - 2
             self._skipped.clear()
             self._traces.clear()
             self._brought.clear()  # a loss has interrupted their rehearsal; they are parked when the iteration ends
             for runtime in self.binding.owned():
                 self._began.setdefault(runtime.role, {**beside_steps(runtime), **beside_layers(runtime)})
 
-    def end_iteration(self, outcome: Outcome) -> bool:
-        """An iteration is over: compare the replicas, unless a loss has hit it.
+    def end_iteration(self) -> bool:
+        """An iteration is over: compare the replicas, unless there was a recovery in it.
 
         Returns:
             Whether they are to be made anew, on all members alike.
@@ -124,38 +154,26 @@ class ExactChecks(InContext):
             Inexact: one differs.
             EpochChanged: a member is lost.
         """
-        if not self.on:
+        done = self._checked()
+        if not self.on or done <= 0:
             return False
-        renew = self.progress.steps == 1 < self.steps
-        last = self.progress.steps == self.steps
-        if self.progress.steps >= self.steps:
-            self.on = self.rests = False
-            self.redone = 0
-        try:
-            if outcome is Outcome.BEHIND or self.progress.resumed:
-                self._tell_unchecked(last)
-                return False
-            if self.progress.steps <= self.steps:
-                with self.timed():
-                    self._compare_replicas()
-                    if last:
-                        self._compare_beside()
-                if last:
-                    self._conclusions.conclude(self.steps)
-            return renew
-        except EpochChanged:
-            self._tell_unchecked(last)
-            raise
-        finally:
-            if not self.on:
-                self._opened = None
-                self._traces.clear()
-                self._began.clear()
+        last = done == self.steps
+        with self.timed():
+            self._compare_replicas()
+            if last:
+                self._compare_beside()
+        if last:
+            self._conclusions.conclude(self.steps, self.progress.steps - done)
+            self._end()
+        return done == 1 < self.steps
 
-    def _tell_unchecked(self, last: bool) -> None:
-        """A loss has hit a step that was to be checked, ``last`` of all."""
-        if last and self.epoch.leads:
-            logger.warning("a loss has hit the last step to be checked, so that the check has no result")
+    def _end(self) -> None:
+        """Nothing is checked any more."""
+        self.on = self.rests = False
+        self.redone = 0
+        self._opened = None
+        self._traces.clear()
+        self._began.clear()
 
     def watching(self, runtime: StageRuntime, micro_batch: int) -> AbstractContextManager[None]:
         """The body is a forward pass of ``runtime``, which is bound."""
@@ -174,9 +192,8 @@ class ExactChecks(InContext):
             Inexact: something differs.
             EpochChanged: a member is lost.
         """
-        step = self.progress.steps
-        left_out = self.rests or (step == 0 and self.steps > 2)
-        if not self.on or self.progress.resumed or step >= self.steps or left_out:
+        done = self._checked()
+        if not self.on or done < 0 or self.rests or (done == 0 and self.steps > 2):
             return
         before = self.binding.current
         with self.timed():

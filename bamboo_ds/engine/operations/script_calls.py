@@ -111,7 +111,8 @@ class ScriptCalls(InContext):
             self._copy_optimizers()
         written = not (self.progress.behind) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
-        if written or frozen or assigned:
+        self.announcements.assigned |= assigned
+        if written or frozen:
             self.announcements.tell(written, local.trained if frozen else None)
         check_step(local.attributes["basic_optimizer"])
         if self.builder.compiled_with is None:  # else the engine has compiled them for it

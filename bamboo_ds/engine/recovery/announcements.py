@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -28,10 +28,25 @@ from .reports import Reports
 
 logger = logging.getLogger("bamboo_ds")
 
+#: In place of an operation's number, where the script is between two of them.
+_BETWEEN = -1
+
 
 @dataclass(eq=False)
 class Announcements(InContext):
-    """Tells what the script has changed of the local role, and listens to what owners tell of replicas held here."""
+    """Tells what the script has changed of the local role, and listens to what owners tell of replicas held here.
+
+    Attributes:
+        assigned: the script has assigned attributes since an operation began.
+    """
+
+    assigned: bool = field(default=False, init=False)
+
+    def begin_operation(self) -> None:
+        """The script has called an operation, so that it has assigned all that it assigns before it."""
+        if self.assigned:
+            self.assigned = False
+            self.tell(written=False, trained=None)
 
     def tell(self, written: bool, trained: list[bool] | None) -> None:
         """Tell the holders of the local role's replica; they may need it for a takeover.
@@ -42,7 +57,9 @@ class Announcements(InContext):
             written: the script has changed what the layers keep.
             trained: which parameters are trainable, if it has changed that.
         """
-        assigned = self.progress.sequence, fingerprint(self.progress.assigned)
+        # What the script has assigned is compared where it is known that nothing follows: in an operation.
+        sequence = self.progress.sequence if self.progress.called else _BETWEEN
+        assigned = sequence, fingerprint(self.progress.assigned)
         told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         transport = self.epoch.transport
         try:
@@ -56,7 +73,8 @@ class Announcements(InContext):
     def tell_again(self) -> None:
         """A plan begins: its holders of the local role's replica get what was told of the operation under way."""
         changed, trained = bool(self.progress.changed), self.binding.local.trained
-        if not self.progress.joining and (changed or trained or self.progress.assigned):
+        assigned = bool(self.progress.assigned) and self.progress.called
+        if not self.progress.joining and (changed or trained or assigned):
             self.tell(changed, trained)
 
     def listen(self) -> None:

@@ -313,7 +313,9 @@ class Copies(InContext):
 
     def tell_replicas(self) -> None:
         """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
-        known = {self.epoch.layout.rank(r.role): r for r in self.binding.owned() if r.stage.cuts is not None}
+        # The check of the first steps is one of whole stages.
+        owners = () if self.iteration.checks.on else self.binding.owned()
+        known = {self.epoch.layout.rank(r.role): r for r in owners if r.stage.cuts is not None}
         # Scripts may have stages compiled as wholes later.
         owned = {rank: () if r.stage.whole else r.stage.cuts or () for rank, r in known.items()}
         self.iteration.measures.times.enter(self.epoch.plan.epoch)

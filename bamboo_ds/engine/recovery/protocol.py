@@ -125,6 +125,8 @@ class RecoveryProtocol(InContext):
         self.copies.begin(plan, reports, decision)
         if self.progress.joining:
             self._join(decision, reports)
+        exact = max(report.exact for report in reports.values())
+        self.iteration.checks.begin_again(exact, newest_of(reports)[0].steps + 1)
         self.copies.tell_replicas()
         return decision
 

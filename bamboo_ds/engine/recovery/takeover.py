@@ -55,6 +55,7 @@ class Takeover(InContext):
         """
         self.recovery.operation, begin = operation, time.monotonic()
         with self.epoch.channel.activity.at_work(), self.progress.calling(operation.call):
+            self.announcements.begin_operation()
             outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
             while outcome is Outcome.INTERRUPTED:
                 outcome = self._recover_and_attempt(operation)
@@ -108,9 +109,13 @@ class Takeover(InContext):
             try:
                 if self.epoch.layout.sharded:
                     self.iteration.replication.exchange_shards()
-                if self.iteration.checks.end_iteration(outcome):
-                    with self.iteration.checks.timed():
+                checks = self.iteration.checks
+                checking = checks.on
+                if checks.end_iteration():
+                    with checks.timed():
                         self.recovery.copies.renew()
+                if checking and not checks.on:
+                    self.recovery.copies.tell_replicas()
             except EpochChanged as error:
                 logger.info("interrupted after operation %d: %s", self.progress.sequence - 1, error)
                 self.recover_between("at a boundary")

@@ -13,7 +13,7 @@ import torch
 from torch import distributed as dist
 from torch import nn
 
-from ...bare import bare
+from ...bare import all_bare, bare
 from ...errors import UnsupportedError
 from ...state import Tree, split
 from .portable import completed, travels
@@ -140,8 +140,9 @@ def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
     from it: it would make one of the generator of their parts.
     """
     state = {k: _without_iterables(v) if type(k) is int else v for k, v in given["state"].items()}
-    optimizer.load_state_dict({**given, "state": state})
-    own = itertools.chain.from_iterable(group["params"] for group in optimizer.param_groups)
+    own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    with all_bare(own):
+        optimizer.load_state_dict({**given, "state": state})
     numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
     for parameter, number in zip(own, numbers, strict=True):
         if number in given["state"]:

@@ -36,7 +36,7 @@ from ..simulated_network import SimulatedTransport
 from . import data, grammar, layers, optimizers
 from .attributes import made
 from .between import Between
-from .judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, hides, known
+from .judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, known
 from .script import Script
 
 #: What scripts do that the model has no part for.
@@ -109,6 +109,12 @@ class DrawnStage(Stage):
                 self.forward_funcs.append(self.tied_modules["ends"])
         self.tied_comms: dict[str, Any] = {}
         self._local_start, self._layer_specs = sum(map(len, kinds[:stage])), [None] * (sum(map(len, kinds)) + 2)
+
+
+def hides(script: Script) -> bool:
+    """Whether copies of a stage lack something that a script keeps, so that the check of the first steps refuses it."""
+    hidden = (*grammar.OTHER_LAYERS, *grammar.OTHER_OPTIMIZERS, *grammar.OTHER_LOSSES)
+    return bool({*script.layers, script.optimizer, script.loss}.intersection(hidden))
 
 
 def stages_of(script: Script) -> list[list[str]]:
@@ -349,7 +355,7 @@ def judge(script: Script, cuts: int = 2) -> list[Verdict]:
         return found
     for _ in range(cuts):
         victim, other = random.sample(sorted(calm.done), 2)
-        first = 3 if hides(script) else 0  # losses in the steps that are checked spoil the check
+        first = 3 if hides(script) else 0  # it has too few steps for a check that begins again
         places = [event for event, (steps, _) in enumerate(calm.done[victim]) if steps >= first]
         if places:
             chosen = [Cut(victim, random.choice(places))]
