@@ -672,6 +672,8 @@ class World:
         """What a member answers that another one asks."""
         self.turns.wait()
         member = self.members[name]
+        if all(self.members[each].ended for each in set(self.plan.members) - self.network.dead):
+            raise Left  # the job is over: who asks is told to end
         if name in self.network.dead or member.ended or member.left:
             raise TransferError("it is not there")
         return "{}" if key == FLAGS else member.history.answer(key)
