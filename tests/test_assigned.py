@@ -232,6 +232,22 @@ def test_attributes_of_optimizers_are_those_of_every_copy() -> None:
         changed(mine, before)
 
 
+def test_lists_and_dictionaries_of_groups_are_followed() -> None:
+    mine, theirs = runtimes()
+    group, other = (runtime.attributes["basic_optimizer"].param_groups[0] for runtime in (mine, theirs))
+    before = Adjustable.of(mine)
+    group["script"] = {"step": 3, "bounds": [0.5, (1, None)]}
+    changed(mine, before).give(theirs)
+    assert other["script"] == group["script"] and other["script"]["bounds"] is not group["script"]["bounds"]
+    before = Adjustable.of(mine)
+    group["script"]["bounds"].append("x")
+    found = changed(mine, before)
+    found.check(theirs)
+    found.give(theirs)
+    assert other["script"] == {"step": 3, "bounds": [0.5, (1, None), "x"]}
+    assert not changed(mine, Adjustable.of(mine)), "the parameters are none of them"
+
+
 def test_an_engine_without_an_optimizer() -> None:
     ds: Any = SimpleNamespace()
     mine, theirs = runtimes()

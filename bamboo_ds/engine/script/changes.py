@@ -60,7 +60,7 @@ class Adjustable:
     def of(cls, runtime: StageRuntime) -> Adjustable:
         """Of ``runtime``, whose attributes must be up to date."""
         own = runtime.attributes
-        scheduler, groups = own.get("lr_scheduler"), settings_of(own["basic_optimizer"])
+        scheduler, groups = own.get("lr_scheduler"), settings_of(own["basic_optimizer"], nested=True)
         position = None if scheduler is None else bits(scheduler.state_dict())
         return cls(runtime, {name: own[name] for name in COUNTERS}, groups, values_of(runtime), position)
 
@@ -165,7 +165,7 @@ class Adjusted:
         names = {name for group in self.groups for name in group if any(name in old for old in self.before)}
         if self.replacement is not None or self.state is not None:  # learning rates of later steps depend on them
             names.add("lr")
-        theirs = settings_of(runtime.attributes["basic_optimizer"])
+        theirs = settings_of(runtime.attributes["basic_optimizer"], nested=True)
         for name in sorted(names):
             if not _alike([old.get(name) for old in self.before], [group.get(name) for group in theirs]):
                 raise UnsupportedError(

@@ -14,7 +14,7 @@ import io
 import logging
 import sys
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -142,11 +142,21 @@ class _Original:
         return {**around, id(self.optimizer): optimizer}
 
 
-def settings_of(optimizer: torch.optim.Optimizer | None) -> list[dict[str, Any]]:
-    """Learning rate and the like of each of the optimizer's groups; none without an optimizer."""
+def settings_of(optimizer: torch.optim.Optimizer | None, nested: bool = False) -> list[dict[str, Any]]:
+    """Learning rate and the like of each of the optimizer's groups; none without an optimizer.
+
+    Args:
+        optimizer: whose they are.
+        nested: with lists and dictionaries of such.
+    """
+    kinds = (tuple, list, dict) if nested else (tuple,)
     # Some optimizers count their own steps in the groups.
     return [
-        {name: _setting(value) for name, value in group.items() if name != "step" and _plain(_setting(value))}
+        {
+            name: _setting(value)
+            for name, value in group.items()
+            if name not in ("params", "step") and _plain(_setting(value), kinds)
+        }
         for group in (optimizer.param_groups if optimizer is not None else ())
     ]
 
@@ -175,14 +185,21 @@ def _setting(value: Any) -> Any:
     """``value`` as it is now."""
     if torch.is_tensor(value) and bare(value).numel() == 1:
         return Scalar(bare(value).item(), tuple(value.shape), value.dtype, value.device)
-    return tuple(map(_setting, value)) if type(value) is tuple else value
+    return _parts_by(_setting, value)
 
 
 def _unset(value: Any) -> Any:
     """The value of a setting."""
     if isinstance(value, Scalar):
         return torch.full(value.shape, value.value, dtype=value.dtype, device=value.device)
-    return tuple(map(_unset, value)) if type(value) is tuple else value
+    return _parts_by(_unset, value)
+
+
+def _parts_by(made: Callable[[Any], Any], value: Any) -> Any:
+    """``value`` with what is ``made`` of each of its parts, if it has parts."""
+    if type(value) is dict:
+        return {name: made(part) for name, part in value.items()}
+    return type(value)(map(made, value)) if type(value) in (tuple, list) else value
 
 
 def bases_of(scheduler: Any) -> Tree:
@@ -295,7 +312,9 @@ def _numbers(value: Any) -> bool:
     return isinstance(value, (int, float)) or (torch.is_tensor(value) and bare(value).numel() == 1)
 
 
-def _plain(value: Any) -> bool:
-    if isinstance(value, tuple):
-        return all(map(_plain, value))
+def _plain(value: Any, kinds: tuple[type, ...] = (tuple,)) -> bool:
+    if isinstance(value, dict):
+        return dict in kinds and all(_plain(part, kinds) for part in (*value, *value.values()))
+    if isinstance(value, (tuple, list)):
+        return isinstance(value, kinds) and all(_plain(part, kinds) for part in value)
     return value is None or isinstance(value, (bool, int, float, str, Scalar))
