@@ -424,6 +424,7 @@ def test_what_a_script_puts_in_the_place_of_something_else_has_changed() -> None
         (lambda: delattr(net[0], "other"), "0.other"),
         (lambda: net[0].hidden.append(1), "the extra state of 0"),
         (lambda: nn.init.zeros_(net[1].bias), "1.bias"),
+        (lambda: setattr(net[1].bias, "data", torch.zeros(2)), "1.bias"),
     ):
         weights = Weights(layers)
         assert weights.changed() == []

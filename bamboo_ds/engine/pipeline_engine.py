@@ -218,7 +218,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
     if hasattr(PipelineEngine, "curriculum_enabled_legacy"):
 
         def curriculum_enabled_legacy(self) -> bool:
-            """As DeepSpeed's before 0.19, which asks in a pass too, to hand the sequence length to the model.
+            """As DeepSpeed's before 0.19.8, which asks in a pass too, to hand the sequence length to the model.
 
             Layers of pipelines do not take it: DeepSpeed spares them by the name of its own engine's class.
             """

@@ -3,7 +3,7 @@
 It changes them for the role that it runs as, and every member's script does the same; so a member gives the change of
 counters and learning rates to all its roles, replicas among them. Weights are its role's own: those that are changed
 travel to the holders of the role's replica at the end of the next iteration, with its reduced gradients. What is set
-through ``.data`` escapes this.
+by methods of ``.data`` escapes this.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class Weights:
         tensors = [name for name, (tensor, count) in self._parameters.items() if _count(tensor) != count]
         buffers = self._layers.buffers()
         for name in {**self._buffers, **buffers}:
-            tensor, count = self._buffers.get(name, (None, 0))
+            tensor, count = self._buffers.get(name, (None, None))
             if tensor is None or buffers.get(name) is not tensor or _count(tensor) != count:
                 tensors.append(name)
         attributes = newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors)
@@ -278,14 +278,19 @@ def unchanged(what: str, layers: Layers, told: Callable[[torch.Tensor], object])
         )
 
 
-def count_of(tensor: torch.Tensor) -> tuple[int, int]:
-    """Differs once ``tensor`` has been changed or replaced, other than through ``.data``."""
+def count_of(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
+    """Differs once ``tensor`` has been changed or replaced, other than by a method of its ``.data``."""
     return id(tensor), _count(tensor)
 
 
-def _count(tensor: torch.Tensor) -> int:
-    """Of changes; tensors of inference mode do not count them, and cannot be changed outside of it."""
-    return 0 if bare(tensor).is_inference() else tensor._version
+def _count(tensor: torch.Tensor) -> tuple[int, int]:
+    """Of changes, and where the elements are, which another ``.data`` has elsewhere.
+
+    Tensors of inference mode do not count changes, and cannot be changed outside of it.
+    """
+    plain = bare(tensor)
+    place = plain.data_ptr() if plain.layout is torch.strided else 0
+    return 0 if plain.is_inference() else tensor._version, place
 
 
 def _version(gradient: torch.Tensor | None) -> tuple[int, int] | None:

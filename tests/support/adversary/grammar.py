@@ -138,25 +138,7 @@ OTHER_OPTIMIZERS = [
     "wrapper",
 ]
 #: Whose steps are the script's own code.
-OWN_OPTIMIZERS = frozenset(
-    [
-        "subclass",
-        "own",
-        "in-state",
-        "deep-state",
-        "list-state",
-        "numpy-state",
-        "in-group",
-        "tensor-in-group",
-        "counted",
-        "state-count",
-        "tensor-count",
-        "norms",
-        "lookahead",
-        "assigned",
-        "noisy",
-    ]
-)
+OWN_OPTIMIZERS = frozenset(OPTIMIZERS[OPTIMIZERS.index("subclass") :])
 SCHEDULERS = [
     "step",
     "lambda",
