@@ -219,6 +219,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return owning(epoch.plan, self._meant[1])
 
     def _begin(self, collective: Collective, arguments: tuple[Any, ...]) -> Any:
+        if hasattr(arguments[-1], "asyncOp"):
+            # Torch waits for the work itself where its caller has not asked for one; NCCL's groups would give none.
+            arguments[-1].asyncOp = True
         attachment, acting = self._attachment, self._attachment.acting
         if acting is not None:
             acting.answer(self.ranks, collective.name, arguments)

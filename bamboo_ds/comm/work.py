@@ -18,7 +18,7 @@ import torch
 
 from ..bare import bare
 from ..devices.accelerators import HOST
-from ..errors import EpochChanged
+from ..errors import EpochChanged, ProtocolError
 from .c10d import dist
 from .inner import BEHIND, GLOO, Pending
 from .lifetime import of_transport
@@ -158,6 +158,8 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         device: torch.device | None = None,
     ) -> None:
         super().__init__()
+        if inner is None:
+            raise ProtocolError(f"torch's {kind} group has given no work of {operation}, so that it cannot be waited for")
         self.deferred = False
         self._links, self._life = links, links.life
         self._inner = inner

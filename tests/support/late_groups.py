@@ -3,8 +3,8 @@
 A collective returns at once, and so does the ``wait`` of its work; the result comes later, from a thread that does one
 collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
 abort completes everything that was begun, without an error, and leaves the noise. Each group adds in an order of its
-own. Members exchange what they contribute
-by files in a folder, so that nothing but an abort tells a collective of a loss.
+own. A collective that is asked for with ``asyncOp`` off has no work, as since torch 2.8. Members exchange what they
+contribute by files in a folder, so that nothing but an abort tells a collective of a loss.
 
 A processor has no stream in which its layers would wait for a result. ``in_order`` makes them wait where a stream does,
 in ``wait``: until the collective has ended, whatever it has ended by. Exchanges always do.
@@ -104,7 +104,7 @@ class LateGroup:
         folder.mkdir(parents=True, exist_ok=True)
         threading.Thread(target=self._run, daemon=True).start()
 
-    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> LateWork:
+    def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> LateWork | None:
         operator = dist.ReduceOp.SUM if options is None else options.reduceOp
 
         def combine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
@@ -115,26 +115,28 @@ class LateGroup:
             first, *others = random.Random(self._folder.name).sample(range(self._size), self._size)
             return [functools.reduce(torch.add, [column[rank] for rank in others], column[first]) for column in columns]
 
-        return self._begin("allreduce", tensors, tensors, combine)
+        return self._begin("allreduce", tensors, tensors, combine, options)
 
-    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork:
+    def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork | None:
         root: int = options.rootRank
-        return self._begin("broadcast", tensors, tensors if self._rank != root else [], lambda parts: parts[root])
+        written = tensors if self._rank != root else []
+        return self._begin("broadcast", tensors, written, lambda parts: parts[root], options)
 
     def alltoall_base(
         self, output: torch.Tensor, given: torch.Tensor, outputs: list[int], inputs: list[int], options: Any = None
-    ) -> LateWork:
+    ) -> LateWork | None:
         parts = list(given.split(inputs or [given.numel() // self._size] * self._size))
 
         def mine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
             return [torch.cat([row[self._rank] for row in parts])]
 
-        return self._begin("alltoall", parts, [output], mine, in_order=True)
+        return self._begin("alltoall", parts, [output], mine, options, in_order=True)
 
-    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> LateWork:
-        return self._begin(
-            "allgather", [given], [output], lambda parts: [torch.cat([row[0] for row in parts])], in_order=True
-        )
+    def _allgather_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> LateWork | None:
+        def joined(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [torch.cat([row[0] for row in parts])]
+
+        return self._begin("allgather", [given], [output], joined, options, in_order=True)
 
     def abort(self) -> None:
         self.aborted.set()
@@ -147,8 +149,9 @@ class LateGroup:
         given: list[torch.Tensor],
         written: list[torch.Tensor],
         combine: Callable[[list[list[torch.Tensor]]], Any],
+        options: Any,
         in_order: bool = False,
-    ) -> LateWork:
+    ) -> LateWork | None:
         number, mine = self._number, [tensor.detach().clone() for tensor in given]
         self._number += 1
         work = LateWork(written, self._in_order or in_order)
@@ -168,6 +171,9 @@ class LateGroup:
             work.end(results)
 
         self._stream.put(run)
+        if not getattr(options, "asyncOp", True):  # what follows on the current stream comes after it
+            work._ended.wait()
+            return None
         return work
 
     def _run(self) -> None:
