@@ -94,11 +94,13 @@ class Stage:
             store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
         store.put(Keys.LEADER, LeaderRecord(id="a").to_json(), self.lease)
         self._events = EventWriter(str(self.file))
+        self.fed: list[int] = []
         self.leader = Leader(
             self.store,  # type: ignore[arg-type]  # a double
             self._events,
             agent(world_size=3, settle_ms=0, lease_ttl_s=2, launched=launched),
             "a",
+            on_feed=lambda slot, rank: self.fed.append(rank),
         )
 
     def step(self) -> None:
@@ -134,6 +136,29 @@ def stage(store: Store, tmp_path: Path) -> Iterator[Stage]:
     one.step()
     yield one
     one.close()
+
+
+def test_a_data_worker_that_has_come_does_not_keep_the_next_one_waiting(stage: Stage) -> None:
+    """One that is on its way does."""
+    stage.store.put(Keys.report("a"), LayoutRecord(id="a", layout=Layout(1, 3), redundant=True, apart=True).to_json())
+    stage.lose("c")
+    for name in ("a", "b"):
+        stage.store.put(Keys.worker(name), WorkerState(id=name, epoch=3).to_json())
+    for _ in range(4):
+        stage.step()
+    assert stage.plan().members == ("a", "b") and stage.fed == [2]
+    for number in (3, 4):
+        name = f"d{number}"
+        record = member(name, number, home=2, joiner=True, feeder=True)
+        stage.store.put(Keys.member(name), record.to_json(), stage.lease)
+        stage.store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
+        for _ in range(2):
+            stage.step()
+        assert stage.plan().members == ("a", "b", name)
+        stage.lose(name)
+        for _ in range(4):
+            stage.step()
+        assert stage.plan().lost == (name,) and stage.fed == [2] * (number - 1)
 
 
 @pytest.mark.parametrize(

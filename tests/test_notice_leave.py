@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.control.leader.actions import StartDataWorker, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.actions import StartDataWorkers, StopJob, Wait, WritePlan
 from bamboo_ds.control.leader.departures import Deadlines
 from bamboo_ds.control.leader.view import View
 from bamboo_ds.control.registry.overview import overview
@@ -231,7 +231,7 @@ def test_the_last_one_that_draws_batches_stays_until_another_one_does() -> None:
     job = Simulated(hosts(4))
     job.notice(0, 3)
     action = job.settle()
-    assert action == StartDataWorker(0)
+    assert action == StartDataWorkers((0,))
     assert job.plan.members == ("m0", "m1", "m2"), "one of the two is enough"
     assert "m0" not in {*job.plan.owners, *job.plan.shadows}
     job.members["m4"] = job.record(4, "h4", 0, joiner=True, feeder=True)
@@ -244,7 +244,7 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     """Who leaves stays until another one draws its batches; for who is lost a worker is started at once."""
     job = Simulated(hosts(4), apart=True)
     job.notice(0)
-    assert job.settle() == StartDataWorker(0)
+    assert job.settle() == StartDataWorkers((0,))
     assert "m0" in job.plan.members and "m0" not in {*job.plan.owners, *job.plan.shadows}
     job.join(4, home=0, feeder=True)
     assert job.settle() == Wait()
@@ -253,11 +253,25 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     job.left["m3"] = left_record("m3", "lost")
     assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
     job.enter()
-    assert job.step() == StartDataWorker(3)
+    assert job.step() == StartDataWorkers((3,))
     job.join(5, home=3, feeder=True)
     action = job.step()
     assert isinstance(action, WritePlan) and action.plan.immediate
     assert (action.plan.members[-1], action.plan.homes[-1]) == ("m5", 3)
+
+
+def test_all_ends_without_a_member_get_one_at_once() -> None:
+    job = Simulated(hosts(4), stages=2, apart=True)
+    for lost in ("m0", "m1"):
+        del job.members[lost]
+        job.left[lost] = left_record(lost, "lost")
+    assert isinstance(job.step(), WritePlan) and set(job.plan.lost) == {"m0", "m1"} and not job.plan.unheld
+    job.enter()
+    assert job.step() == StartDataWorkers((0, 1))
+    job.join(4, home=1, feeder=True)
+    assert isinstance(job.step(), WritePlan) and (job.plan.members[-1], job.plan.homes[-1]) == ("m4", 1)
+    job.enter()
+    assert job.step() == StartDataWorkers((0,))
 
 
 def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
@@ -269,7 +283,7 @@ def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
     job.enter()
     job.join(4, home=3)
     job.notice(4)
-    assert job.step() == StartDataWorker(3)
+    assert job.step() == StartDataWorkers((3,))
     job.join(5, home=3)
     action = job.step()
     assert isinstance(action, WritePlan) and action.plan.members[-1] == "m5"
@@ -294,7 +308,7 @@ def test_who_is_needed_no_more_to_draw_batches_is_not_admitted_again() -> None:
     assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m0",)
     job.enter()
     job.members["m4"] = kept
-    assert job.step() == StartDataWorker(0)
+    assert job.step() == StartDataWorkers((0,))
 
 
 def test_without_iterators_nobody_is_needed_to_draw_batches() -> None:
@@ -343,12 +357,12 @@ def test_a_worker_that_ends_before_it_has_drawn_is_not_started_for_ever() -> Non
         job.left[name] = left_record(name, "lost")
     assert isinstance(job.step(), WritePlan)
     job.enter()
-    assert isinstance(job.step(), StartDataWorker)
+    assert isinstance(job.step(), StartDataWorkers)
     job.join(4, 0, feeder=True)
     job.one.decide(job.view, 100.0)  # it is on its way
     del job.members["m4"]
     job.left["m4"] = left_record("m4", "finished").model_copy(update={"slot": 4, "step": 7})
-    assert isinstance(job.step(), StartDataWorker), "it has trained, and has come to its end"
+    assert isinstance(job.step(), StartDataWorkers), "it has trained, and has come to its end"
     job.left["m4"] = job.left["m4"].model_copy(update={"step": None})
     action = job.step()
     assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"

@@ -159,7 +159,9 @@ class BambooWork(dist.Work):  # type: ignore[misc]
     ) -> None:
         super().__init__()
         if inner is None:
-            raise ProtocolError(f"torch's {kind} group has given no work of {operation}, so that it cannot be waited for")
+            raise ProtocolError(
+                f"torch's {kind} group has given no work of {operation}, so that it cannot be waited for"
+            )
         self.deferred = False
         self._links, self._life = links, links.life
         self._inner = inner

@@ -24,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from bamboo_ds.bare import bare
 from bamboo_ds.config import BambooConfig
-from bamboo_ds.control.leader.actions import StartDataWorker, WritePlan
+from bamboo_ds.control.leader.actions import StartDataWorkers, WritePlan
 from bamboo_ds.control.leader.boundary import next_change, policy_of, ready_copies, with_copies
 from bamboo_ds.control.leader.decisions import fed
 from bamboo_ds.control.leader.restarts import fatal_plan
@@ -590,18 +590,17 @@ class World:
         members = [self.members[name] for name in self.plan.members]
         return all(member.started and member.session.epoch == self.plan.epoch for member in members)
 
-    def _feeding(self) -> Plan | int | None:
-        """The plan that admits a member which draws batches that nobody draws, or the rank that one has to run as."""
+    def _feeding(self) -> Plan | tuple[int, ...] | None:
+        """The plan that admits a member which draws batches that nobody draws, or ranks that some have to run as."""
         if not self.starves():
             return None
         gone = {name for name, member in self.members.items() if member.left} | self.network.dead
         living = {name: record for name, record in self._records.items() if name not in gone}
         view = View(self.layout.size, self.plan, living, self._records, reports=self._told(), workers=self.states)
-        (at, *_) = hungry(self.plan, self.apart)
-        action = fed(view, self.plan, at)
+        action = fed(view, self.plan, hungry(self.plan, self.apart))
         if isinstance(action, WritePlan):
             return action.plan
-        return action.rank if isinstance(action, StartDataWorker) else None
+        return action.ranks if isinstance(action, StartDataWorkers) else None
 
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
@@ -620,9 +619,10 @@ class World:
             self.plan = wanted
             return
         assert wanted is not None
-        name = f"f{len(self.fed)}"
-        self.fed.append(name)
-        self._begin(name, wanted, feeder=True)
+        for rank in wanted:
+            name = f"f{len(self.fed)}"
+            self.fed.append(name)
+            self._begin(name, rank, feeder=True)
 
     def _healing(self) -> Plan | None:
         """What the leader wants next."""

@@ -15,7 +15,7 @@ from .. import standard_input
 from ..settings import AgentSettings
 from .mailbox import Mailbox
 
-logger = logging.getLogger("bamboo_ds.control.feeders")
+logger = logging.getLogger("bamboo_ds.control.agent.data_workers")
 
 
 class DataWorkers:

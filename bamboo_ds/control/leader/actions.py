@@ -62,10 +62,10 @@ class Assign:
 
 
 @dataclass(frozen=True)
-class StartDataWorker:
-    """Start a worker that runs as ``rank``, since nobody can draw the batches of that pipeline."""
+class StartDataWorkers:
+    """Start a worker that runs as each of ``ranks``, since nobody can draw the batches of these pipelines."""
 
-    rank: int
+    ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ class Ask:
     members: tuple[str, ...]
 
 
-Action = Wait | Ask | WritePlan | StopJob | StartDataWorker | Assign | Complete
+Action = Wait | Ask | WritePlan | StopJob | StartDataWorkers | Assign | Complete

@@ -15,7 +15,7 @@ from ...topology import Layout, Policy, StageMemory, holders_of
 from ...topology.plan import Plan
 from ...topology.planner import initial_plan, takeover, with_redundancy
 from ..registry.records import HealthReply, HealthRequest, LayoutRecord, LeftRecord, in_slot_order
-from .actions import Action, Ask, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
+from .actions import Action, Ask, Complete, Loss, StartDataWorkers, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies, with_copies
 from .departures import comes, drawing_ends, every_rank, vanished, wanted_feeder
 from .failures import hopeless
@@ -106,16 +106,15 @@ class Decider:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
         if action == Wait() and plan.layout is not None and not self._is_calm(view):
-            for at in drawing_ends(view, plan):
-                if not set(at).intersection(plan.homes):
-                    why = self._unable(view, at)
-                    return fed(view, plan, at) if why is None else self._unfed(plan, at, why)
+            ends = [at for at in drawing_ends(view, plan) if not set(at).intersection(plan.homes)]
+            if ends:
+                return self._feed(view, plan, ends)
             change = next_change(view, plan, self._policy(view, plan))
             if change is not None:
                 return change
             rank = wanted_feeder(view, plan)
             if rank is not None:
-                return StartDataWorker(rank)
+                return StartDataWorkers((rank,))
             self._calm = view
         return action
 
@@ -187,6 +186,14 @@ class Decider:
     def _policy(self, view: View, plan: Plan) -> Policy:
         redundant = any(report.redundant for report in view.reports.values())
         return policy_of(plan.world, redundant, self._settings)
+
+    def _feed(self, view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
+        """Have members draw the batches of ``ends``, which nobody in the plan does."""
+        for at in ends:
+            why = self._unable(view, at)
+            if why is not None:
+                return self._unfed(plan, at, why)
+        return fed(view, plan, ends)
 
     def _unable(self, view: View, at: tuple[int, ...]) -> str | None:
         """Why no worker that joins would come to where it draws the batches of ``at``; ``None``: one would."""
@@ -317,21 +324,23 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
     return record is not None and record.epoch == epoch
 
 
-def fed(view: View, plan: Plan, at: tuple[int, ...]) -> Action:
-    """Admit a member at home at one of the ends ``at``, at once: nobody comes to a boundary without its batches."""
-    able = [r for r in in_slot_order(view.members.values()) if r.home in at and comes(view, plan, r)]
-    ready = [r for r in able if r.id in view.reports]
-    if ready:
-        new_plan = replace(
-            plan,
-            epoch=plan.epoch + 1,
-            members=(*plan.members, ready[0].id),
-            homes=(*plan.homes, ready[0].home),
-            lost=(),
-            immediate=True,
-        )
-        return WritePlan(new_plan, f"{ready[0].id} draws the batches of rank {ready[0].home}")
-    return Wait() if able else StartDataWorker(at[-1])
+def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
+    """Admit a member at home at one of ``ends``, at once: nobody comes to a boundary without its batches."""
+    coming = [r for r in in_slot_order(view.members.values()) if comes(view, plan, r)]
+    for ready in coming:
+        if ready.id in view.reports and any(ready.home in at for at in ends):
+            new_plan = replace(
+                plan,
+                epoch=plan.epoch + 1,
+                members=(*plan.members, ready.id),
+                homes=(*plan.homes, ready.home),
+                lost=(),
+                immediate=True,
+            )
+            return WritePlan(new_plan, f"{ready.id} draws the batches of rank {ready.home}")
+    homes = {record.home for record in coming}
+    ranks = tuple(at[-1] for at in ends if homes.isdisjoint(at))
+    return StartDataWorkers(ranks) if ranks else Wait()
 
 
 def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:

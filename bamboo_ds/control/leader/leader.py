@@ -49,7 +49,7 @@ from ..registry.records import (
 from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
-from .actions import Ask, Assign, Complete, Loss, StartDataWorker, StopJob, Wait, WritePlan
+from .actions import Ask, Assign, Complete, Loss, StartDataWorkers, StopJob, Wait, WritePlan
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
@@ -149,6 +149,9 @@ class Leader:
             return None  # before any other plan, which does not name them any more
         view = View.of(mirror, self._world_size, trusted_from, self._deadlines.near(now))
         self._tell_last(view)
+        for member in view.plan.members if view.plan is not None else ():
+            if member in view.members and view.members[member].feeder:
+                self._fed.pop(view.members[member].home, None)  # the next one is for another need
         action = self._decider.decide(view, now)
         if isinstance(action, Wait):
             if action.reason is not None and action.reason != self._told:
@@ -165,8 +168,9 @@ class Leader:
         if isinstance(action, Complete):
             self._complete(action.settings, mirror)
             return None
-        if isinstance(action, StartDataWorker):
-            return _earliest(self._feed(action.rank, mirror), self._deadlines.wake(now))
+        if isinstance(action, StartDataWorkers):
+            again = min(self._feed(rank, mirror) for rank in action.ranks)
+            return _earliest(again, self._deadlines.wake(now))
         if isinstance(action, StopJob):
             self._stop(action, mirror)
         else:
