@@ -20,11 +20,12 @@ from torch import nn
 from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
 from bamboo_ds.engine.context.lanes import Lanes, Stream
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
+from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
 from bamboo_ds.engine.recovery.reports import RoleReport
 from bamboo_ds.engine.script.assigned import fingerprint
 from bamboo_ds.engine.script.changes import Weights, away_from, count_of, unchanged
-from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer
+from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer, put_kept
 from bamboo_ds.engine.stage.layers import Changes, Layers, copied
 from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
 from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
@@ -338,8 +339,22 @@ def test_clones_share_nothing() -> None:
     assert original.counts == {"steps": [3]} and clone.itself is clone
     assert clone.history[1] is not original.history[1]
     kept = kept_by(original)
-    assert kept["counts"] == {"steps": [3]} and kept["taken"] == 3
-    assert not {"history", "itself", "state", "defaults", "_optimizer_step_pre_hooks"} & set(kept)
+    assert kept["counts"] == {"steps": [3]} and kept["taken"] == 3 and kept["history"][1] is original.history[1]
+    assert not {"itself", "state", "defaults", "_optimizer_step_pre_hooks"} & set(kept)
+
+
+def test_tensors_that_an_optimizer_counts_in_are_its_owner_s() -> None:
+    """A member's own optimizer may be several steps behind, or ahead, when it makes a copy of another stage."""
+    mine: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    theirs: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    mine.total, theirs.total = torch.tensor(4.0), torch.tensor(2.0)
+    mine.by_kind, theirs.by_kind = {"large": torch.tensor([4])}, {"large": torch.tensor([2])}
+    clone: Any = clone_optimizer(mine, nn.Linear(2, 2), [["weight", "bias"]])
+    put_kept(clone, from_message(as_message(kept_by(theirs))))
+    assert (clone.total, clone.by_kind) == (2.0, {"large": 2}) and mine.total == 4.0
+    put_kept(clone, kept_by(theirs))
+    theirs.total.add_(1)
+    assert clone.total == 2.0, "it is the clone's own"
 
 
 @pytest.mark.parametrize(

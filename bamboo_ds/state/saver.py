@@ -222,7 +222,9 @@ class CheckpointSaver:
             results, self._results = self._results, []
         for result in results:
             if result.error is not None:
-                logger.error("checkpoint %s of step %d: %s", result.tag, result.step, result.error)
+                # One that was given up is written again, or the member that leads tells of it.
+                level = logging.WARNING if result.aborted else logging.ERROR
+                logger.log(level, "checkpoint %s of step %d: %s", result.tag, result.step, result.error)
             if result.path is not None and self._on_complete is not None:
                 self._on_complete(result)
             if result.error is not None and self._on_failed is not None:

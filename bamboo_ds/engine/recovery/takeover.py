@@ -163,7 +163,9 @@ class Takeover(InContext):
         plan, supply = self.epoch.plan, self.recovery.supply
         ranks = ", ".join(map(str, supply.hungry()))
         alike = "" if supply.apart else ", nor of one that draws the same"
-        logger.warning("no member left has the iterator of rank %s%s: waiting for a worker that draws its batches", ranks, alike)
+        logger.warning(
+            "no member left has the iterator of rank %s%s: waiting for a worker that draws its batches", ranks, alike
+        )
         supply.needs.tell(apart=supply.apart or supply.needs.apart)
         plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         raise EpochChanged(f"epoch {plan.epoch} follows")

@@ -110,7 +110,7 @@ def values_of(runtime: StageRuntime) -> Values:
     if own.get("module") is not None:
         values[_MODULE] = _of_module(own["module"])
     if basic is not None:
-        values[_BASIC] = {**_objects(basic), **copy.deepcopy(kept_by(basic))}
+        values[_BASIC] = {**_objects(basic), **copy.deepcopy(kept_by(basic, tensors=False))}
     if wrapper is not None and wrapper is not basic:
         values[_WRAPPER] = _scalars(wrapper)
         for name in _SCALERS:
@@ -164,7 +164,7 @@ def _parts_of(module: Any) -> dict[str, nn.Module]:
 
 def _objects(optimizer: Any) -> dict[str, Any]:
     """Attributes of a torch optimizer that are more than numbers and text; torch's own begin with an underscore."""
-    plain = kept_by(optimizer)
+    plain = kept_by(optimizer, tensors=False)
     names = {"state", "param_groups", "step", "defaults", *plain}
     return {name: value for name, value in vars(optimizer).items() if name not in names and name[0] != "_"}
 

@@ -91,27 +91,40 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
     return found
 
 
-def kept_by(optimizer: torch.optim.Optimizer | None) -> Tree:
-    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries."""
+def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tree:
+    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries.
+
+    Args:
+        optimizer: whose they are.
+        tensors: with tensors of one element.
+    """
     if optimizer is None:
         return {}
-    return {n: v for n, v in vars(optimizer).items() if n not in OWN and n != "defaults" and _plain(v)}
+    known = {*OWN, "defaults"}
+    return {name: value for name, value in vars(optimizer).items() if name not in known and _plain(value, tensors)}
 
 
 def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
     """Give ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
     own = vars(optimizer)
-    own.update({name: completed(value, own.get(name)) for name, value in given.items()})
+    for name, value in given.items():
+        mine = own.get(name)
+        if torch.is_tensor(value):
+            own[name] = bare(value).to(mine.device if torch.is_tensor(mine) else value.device, copy=True)
+        else:
+            own[name] = completed(value, mine)
 
 
-def _plain(value: Any) -> bool:
+def _plain(value: Any, tensors: bool) -> bool:
     if isinstance(value, OrderedDict):  # of hooks
         return False
     if isinstance(value, dict):
-        return all(_plain(k) and _plain(v) for k, v in value.items())
+        return all(_plain(k, tensors) and _plain(v, tensors) for k, v in value.items())
     if isinstance(value, (list, tuple)):
-        return all(map(_plain, value))
-    return travels(value) and not torch.is_tensor(value)
+        return all(_plain(each, tensors) for each in value)
+    if torch.is_tensor(value):
+        return tensors and bare(value).numel() == 1
+    return travels(value)
 
 
 def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
