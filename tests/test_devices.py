@@ -370,6 +370,17 @@ def test_torch_leaves_losses_to_the_epoch() -> None:
     }
 
 
+def test_communicators_that_hang_at_random_are_not_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "TORCH_NCCL_USE_COMM_NONBLOCKING"
+    for version, value in (("2.6.0", None), ("2.9.1+cu128", None), ("2.10.0", "1"), ("2.13.0+cpu", "1")):
+        monkeypatch.setattr(torch, "__version__", version)
+        environ: dict[str, str] = {}
+        assert nccl.prepare(environ) == [] and environ.get(name) == value, version
+    monkeypatch.setattr(torch, "__version__", "2.8.0")
+    (told,) = nccl.prepare({name: "1"})
+    assert told.startswith(f"{name}=1: with 0 ") and "jobs hang at random" in told
+
+
 @pytest.mark.parametrize(
     ("name", "value"),
     [

@@ -341,6 +341,16 @@ def test_how_long_a_pass_takes_is_known_when_the_device_is_through_with_it() -> 
     assert 0.01 <= (idle.duration("forward") or 0.0) < 5
 
 
+def test_times_that_nobody_asks_for_are_not_kept_for_ever() -> None:
+    """As in mode ``none``, where nothing is to fit into idle time."""
+    idle = IdleTimes(LateStreams(1))
+    for _ in range(20):
+        with idle.timing("forward"):
+            pass
+        idle._running[-1][-1].synchronize()  # type: ignore[attr-defined]  # a LateMark
+    assert len(idle._running) == 1
+
+
 @pytest.mark.parametrize(
     ("variable", "heads"), [(None, 2), ("BAMBOO_RESTART_COUNT", 1), ("BAMBOO_JOINER", 1)], ids=["run", "again", "joins"]
 )

@@ -82,6 +82,29 @@ def test_every_setting_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     assert flags_here(CPU) == before
 
 
+def test_members_with_other_kernels_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    models = iter((("A100", 108), ("A100", 108), ("H100", 132)))
+
+    def properties(device: torch.device) -> SimpleNamespace:
+        name, count = next(models)
+        return SimpleNamespace(name=name, multi_processor_count=count)
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    gpu = torch.device("cuda")
+    first, alike, other = (flags_here(gpu) for _ in range(3))
+    compare_flags({"m0": first, "m1": alike}, "m0")
+    with pytest.raises(
+        ConfigError, match=r"model is A100 on m0 and H100 on m1; .*multiprocessors is 108 .*of one kind"
+    ):
+        compare_flags({"m0": first, "m1": other}, "m0")
+    monkeypatch.setattr(torch.version, "cuda", "12.8")
+    monkeypatch.setattr(torch, "__version__", "2.12.0")
+    with pytest.raises(
+        ConfigError, match=r"version of torch is .* on m0 and 2\.12\.0 on m1; the version of CUDA .*12\.8 on"
+    ):
+        compare_flags({"m0": flags_here(CPU) | first, "m1": first | flags_here(CPU)}, "m0")
+
+
 def test_what_may_give_other_bits_is_named_by_device_and_settings() -> None:
     cpu, gpu = torch.device("cpu"), torch.device("cuda")
     usual = {**flags_here(cpu), "CUBLAS_WORKSPACE_CONFIG": "None", "torch.backends.cudnn.benchmark": "True"}

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
+from ..compat import torch_version
+
 
 @dataclass(frozen=True)
 class Setting:
@@ -20,6 +22,7 @@ class Setting:
         why: what it is for.
         old: further names, which torch prefers.
         vital: with another value than this survivors end after a loss, or hang.
+        since: of torch, from which on it is set; before it has to have torch's own value, ``0``.
     """
 
     name: str
@@ -27,6 +30,7 @@ class Setting:
     why: str
     old: tuple[str, ...] = ()
     vital: bool = True
+    since: tuple[int, int] = (0, 0)
 
 
 SETTINGS = (
@@ -59,7 +63,9 @@ SETTINGS = (
     Setting(
         "TORCH_NCCL_USE_COMM_NONBLOCKING",
         "1",
-        "the making of a communicator, and its abort, can be given up",
+        "the making of a communicator, and its abort, can be given up; with torch 2.10 and newer, since before "
+        "(pytorch/pytorch#153960) jobs hang at random with it",
+        since=(2, 10),
     ),
     Setting(
         "TORCH_NCCL_NONBLOCKING_TIMEOUT",
@@ -82,10 +88,14 @@ def prepare(environ: MutableMapping[str, str]) -> list[str]:
     """
     found = []
     for setting in SETTINGS:
-        environ.setdefault(setting.name, setting.value)
+        if setting.since <= torch_version():
+            environ.setdefault(setting.name, setting.value)
+            wanted = setting.value
+        else:
+            wanted = "0"
         for name in (setting.name, *setting.old):
-            if name in environ and setting.vital and _plain(environ[name]) != setting.value:
-                found.append(f"{name}={environ[name]}: with {setting.value} {setting.why}")
+            if name in environ and setting.vital and _plain(environ[name]) != wanted:
+                found.append(f"{name}={environ[name]}: with {wanted} {setting.why}")
     for name, values in _OVERRIDES.items():
         if environ.get(name, "").lower() in values:
             found.append(f"{name}={environ[name]}: torch ends a process in which a collective has failed")

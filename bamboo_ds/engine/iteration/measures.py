@@ -74,6 +74,7 @@ class IdleTimes:
             yield
             self.record(kind, time.perf_counter() - before)
         else:
+            self._collect()  # those that nobody asks about must not be kept for ever
             begin = self._streams.mark()
             yield
             self._running.append((kind, begin, self._streams.mark()))

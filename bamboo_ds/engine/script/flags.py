@@ -1,4 +1,4 @@
-"""Settings of a process that decide how tensors are computed: members must have the same ones."""
+"""What of a process decides how tensors are computed, settings and kernels: members must have the same."""
 
 from __future__ import annotations
 
@@ -76,6 +76,7 @@ def flags_here(device: torch.device) -> dict[str, str]:
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         enabled = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
         found[f"torch.backends.cuda.enable_{kind}_sdp"] = enabled() if enabled is not None else None
+    found.update(_kernels(device))
     checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     for name in _CHECKPOINTING:
         found[f"deepspeed.checkpointing.configure: {name}"] = getattr(checkpointing, name, None)
@@ -84,6 +85,20 @@ def flags_here(device: torch.device) -> dict[str, str]:
             found[f"torch.nn.modules.module.{name}"] = sorted(_called(hook) for hook in hooks.values())
     found.update((name, os.environ.get(name)) for name in _VARIABLES)
     return {name: str(value) for name, value in found.items()}
+
+
+def _kernels(device: torch.device) -> dict[str, Any]:
+    """What else decides which kernels compute on ``device``: members with others compute other bits."""
+    found: dict[str, Any] = {
+        "the version of torch": torch.__version__,
+        "the version of CUDA (torch.version.cuda)": torch.version.cuda,
+        "the version of cuDNN (torch.backends.cudnn.version)": torch.backends.cudnn.version(),
+    }
+    if device.type == "cuda":
+        properties = torch.get_device_module(device).get_device_properties(device)
+        found["the device's model"] = properties.name
+        found["the device's number of multiprocessors"] = properties.multi_processor_count
+    return found
 
 
 def _attribute(path: str, name: str) -> Any:
@@ -149,5 +164,5 @@ def compare_flags(flags: Mapping[str, Mapping[str, str]], first: str) -> None:
         raise ConfigError(
             f"the members of this job compute with different settings: {'; '.join(different)}. A stage that another "
             f'member takes over would be computed in another way. With "{BLOCK}" set them alike on all ranks and '
-            "hosts, in the script or in the environment"
+            "hosts, in the script or in the environment, and use hosts of one kind"
         )
