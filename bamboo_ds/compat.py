@@ -7,12 +7,7 @@ from typing import Any
 
 import torch
 
-
-def torch_version() -> tuple[int, int]:
-    """The first two numbers of torch's version."""
-    major, minor = torch.__version__.split(".")[:2]
-    return int(major), int(minor)
-
+from .version import torch_version
 
 #: In torch 2.6 C++ code (DistributedDataParallel's) holds a work without its Python object, and loses its methods.
 WORKS_NEED_HOLDING = torch_version() < (2, 7)

@@ -21,7 +21,7 @@ from bamboo_ds.comm import work as work_module
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, own_kind, use_for_cuda
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.comm.work import ThroughHost
-from bamboo_ds.config import BambooConfig
+from bamboo_ds.config import BambooConfig, RedundancyMode
 from bamboo_ds.control.agent.command import local_rank
 from bamboo_ds.control.registry.records import DeviceRecord
 from bamboo_ds.devices import nccl
@@ -33,7 +33,7 @@ from bamboo_ds.engine.iteration.redundant import RedundantPasses
 from bamboo_ds.engine.stage.rng import keyed_generators, left_alone
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.job_settings import JobSettings
-from bamboo_ds.topology import Layout, Role
+from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
@@ -251,6 +251,52 @@ def test_who_shares_a_device_is_known_in_every_epoch(monkeypatch: pytest.MonkeyP
     processors = CurrentEpoch(job, Layout(1, 4), False, torch.device("cpu"))
     processors.note_devices([None, None])
     assert processors.device_name is None and processors.sharing == 1
+
+
+def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
+    """What brings them there in idle time is no part of the job's own work, and must not end it."""
+    begun: list[str] = []
+    share = SimpleNamespace(part=Part(0, 1, {}), helps=False, divided=False)
+    replica: Any = SimpleNamespace(
+        role=Role(0, 1),
+        pending=None,
+        results=SimpleNamespace(reduced=None),
+        share=share,
+        begin_again=lambda: begun.append("again"),
+    )
+    share.part.forwards = 3
+    told: list[dict[str, Any]] = []
+    binding = SimpleNamespace(
+        replicas=lambda: [replica], refresh=lambda: begun.append("refresh"), reload=lambda: begun.append("reload")
+    )
+    layout = Layout(1, 2)
+    plan = with_redundancy(initial_plan(["m0", "m1"]), layout, True)
+    epoch = SimpleNamespace(
+        channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values})),
+        plan=plan,
+        transport=None,
+        shadows=lambda role: True,
+    )
+    context: Any = SimpleNamespace(
+        binding=binding,
+        ds=SimpleNamespace(device=torch.device("cpu"), num_stages=2),
+        epoch=epoch,
+        progress=SimpleNamespace(steps=7),
+        settings=BambooConfig(),
+        mode=RedundancyMode.EAGER,
+    )
+    checks: Any = SimpleNamespace(rests=False, on=False)
+
+    def follow(replica: Any) -> None:
+        raise torch.OutOfMemoryError("no memory is left\nfor 2 GiB")
+
+    sums: Any = SimpleNamespace(follow=follow)
+    nothing: Any = None
+    passes = RedundantPasses(context, nothing, nothing, nothing, checks, nothing, sums)
+    for _ in range(2):
+        assert passes._next() is None
+    assert begun == ["refresh", "again", "reload"]
+    assert [(each["event"], each["dropped"], each["role"]) for each in told] == [("redundancy_exhausted", 3, [0, 1])]
 
 
 def test_redundant_passes_rest_where_nothing_is_free(

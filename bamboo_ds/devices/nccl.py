@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 
-from ..compat import torch_version
+from ..version import torch_version
 
 
 @dataclass(frozen=True)

@@ -276,7 +276,8 @@ class IteratorsDiffer(EventBase):
 
 
 class RedundancyExhausted(EventBase):
-    """A redundant pass has exhausted the memory of its device, or nothing of that is free: none follows in this step.
+    """A redundant pass, or sums that it goes on from, have exhausted the device's memory, or nothing is free of it: none
+    follows in this step.
 
     Where nothing is free it is told once, until there is some again.
     """

@@ -121,8 +121,8 @@ class RedundantPasses(InContext):
                 continue
             if not (self.epoch.shadows(role) and assists(plan, role)):
                 continue
-            if not self.checks.on:  # which is to compare all passes
-                self.sums.follow(replica)
+            if not (self.checks.on or self._follows(replica)):  # a check is to compare all passes
+                return None
             done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
             if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
@@ -142,6 +142,17 @@ class RedundantPasses(InContext):
                 continue
             return replica, "forward"
         return None
+
+    def _follows(self, replica: StageRuntime) -> bool:
+        """Go on from sums that have arrived; whether there was memory for that."""
+        reason, dropped = "", replica.share.part.forwards
+        try:
+            self.sums.follow(replica)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        if reason:
+            self._exhaust(replica, "gradients' sums", dropped, reason)
+        return not reason
 
     def _inputs(self, role: Role) -> dict[int, Payload | Staged]:
         """Outputs of the stage before ``role``, by micro-batch, as far as this member has computed them."""
@@ -176,25 +187,28 @@ class RedundantPasses(InContext):
         before, forward = self.binding.current, kind == "forward"
         m = replica.share.part.forwards if forward else replica.share.part.backwards
         told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
+        reason, dropped = "", 0
         try:
             with self.recording.span(told, replica.role, m):
                 self._run(replica, kind)
         except torch.OutOfMemoryError as error:
-            self._exhausted = True
             dropped, reason = replica.share.part.forwards, str(error).splitlines()[0]
         self.passes.use_role(before.role, before.share.part.begin)
-        if not self._exhausted:
-            return
         # Here, where the traceback does not hold the pass's tensors any more.
+        if reason:
+            self._exhaust(replica, f"a redundant {kind} pass", dropped, reason)
+
+    def _exhaust(self, replica: StageRuntime, what: str, dropped: int, reason: str) -> None:
+        """Give up the redundant passes of this iteration, after ``what`` of ``replica``: they took too much memory."""
+        self._exhausted = True
         self.binding.refresh()
         for each in self.binding.replicas():
             if each.results.reduced is None and not each.share.helps:
                 each.begin_again()
         self.binding.reload()
         release_cache(self.ds.device)
-        role = replica.role
-        logger.warning("role %s: a redundant %s pass has exhausted the memory: %s", role, kind, reason)
-        self._tell_exhausted(role, dropped, reason)
+        logger.warning("role %s: %s exhausted the memory: %s", replica.role, what, reason)
+        self._tell_exhausted(replica.role, dropped, reason)
 
     def _tell_exhausted(self, role: Role, dropped: int, reason: str) -> None:
         self.epoch.channel.event(

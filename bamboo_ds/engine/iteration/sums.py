@@ -151,8 +151,8 @@ class PartialSums(InContext):
         for stream, role, lane in self.epoch.lanes:
             if stream is not Stream.SUMS or lane.destination != self.epoch.member:
                 continue
-            runtime = self.binding.runtimes.get(role)
-            for sequence, payload in self.epoch.transport.take(lane, runtime is None or runtime.parked):
+            # They wait in host memory, where they arrive, whether the replica computes redundantly or not.
+            for sequence, payload in self.epoch.transport.take(lane, parked=True):
                 if sequence == self.progress.sequence:
                     told = from_message(payload)
                     place = role, told.pop("begin"), told.pop("end")
@@ -175,12 +175,13 @@ class PartialSums(InContext):
 
         Raises:
             ProtocolError: there are no sums for that.
+            torch.OutOfMemoryError: the device has no room for them; here they stay.
         """
         if to == part.progress() and not runtime.share.partial_pass:
             return
         share, parameters = runtime.share, self._parameters(runtime, part)
         if to.backwards:
-            sums = self._held[runtime.role, part.begin, part.end].pop(to.backwards, None)
+            sums = self._held[runtime.role, part.begin, part.end].get(to.backwards)
             if sums is None:
                 raise ProtocolError(f"role {runtime.role} is to go on from {to}, and no sums of these are here")
         elif to.forwards:
@@ -194,6 +195,7 @@ class PartialSums(InContext):
         if to.forwards == to.backwards:
             self._put_back(runtime, part, sums)
         runtime.optimizer.accumulate_on(parameters, sums.gradients)
+        self._held[runtime.role, part.begin, part.end].pop(to.backwards, None)  # they are the optimizer's now
         runtime.optimizer.abandon_pass()
         runtime.results.consumed.update(sums.consumed)
         part.forget(to)
