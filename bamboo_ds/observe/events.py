@@ -276,7 +276,7 @@ class IteratorsDiffer(EventBase):
 
 
 class RedundancyExhausted(EventBase):
-    """A redundant pass, or sums that it goes on from, have exhausted the device's memory, or nothing is free of it: none
+    """A redundant pass, or sums that it goes on from, have exhausted the device's memory, or nothing is free: none
     follows in this step.
 
     Where nothing is free it is told once, until there is some again.
