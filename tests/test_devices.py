@@ -377,9 +377,15 @@ def test_a_communicator_is_there_when_its_device_is_through(monkeypatch: pytest.
             own.asked.append(("allreduce", tensors))
             return SimpleNamespace(wait=lambda: own.asked.append("wait"))
 
+        def alltoall_base(self, *arguments: Any) -> Any:
+            own.asked.append(("alltoall", arguments))
+            return SimpleNamespace(wait=lambda: own.asked.append("wait"))
+
     monkeypatch.setattr(torch, "ones", lambda size, device: str(device))
+    monkeypatch.setattr(torch, "empty_like", lambda like: like)
     inner.connect(Group(), 2, numbered(torch.device("cuda")))
-    assert own.asked == [("allreduce", ["cuda:1"]), "wait", ("synchronize", 1)]
+    exchanged = "alltoall", ("cuda:1", "cuda:1", [], [])
+    assert own.asked == [("allreduce", ["cuda:1"]), "wait", exchanged, "wait", ("synchronize", 1)]
 
 
 def test_the_setting_holds_from_the_first_group_on(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -413,6 +419,7 @@ def test_torch_leaves_losses_to_the_epoch() -> None:
         "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_USE_COMM_NONBLOCKING": "1",
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": "120",
+        "NCCL_RUNTIME_CONNECT": "0",
     }
 
 
@@ -436,6 +443,11 @@ def test_communicators_that_hang_at_random_are_not_asked_for(monkeypatch: pytest
         ("TORCH_NCCL_USE_COMM_NONBLOCKING", "0"),
         ("TORCH_NCCL_DESYNC_DEBUG", "1"),
         ("TORCH_DISTRIBUTED_DEBUG", "DETAIL"),
+        ("TORCH_NCCL_BLOCKING_WAIT", "1"),
+        ("NCCL_BLOCKING_WAIT", "true"),
+        ("TORCH_NCCL_PROPAGATE_ERROR", "1"),
+        ("TORCH_NCCL_EXTRA_DUMP_ON_EXEC", "1"),
+        ("TORCH_NCCL_TEARDOWN_ON_TIMEOUT", "1"),
     ],
 )
 def test_what_the_user_has_set_stays_and_is_told(name: str, value: str) -> None:
@@ -450,12 +462,12 @@ def test_torch_knows_the_names() -> None:
     header = Path(torch.__file__).parent / "include/torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp"
     known = header.read_text()
     for setting in nccl.SETTINGS:
-        if not setting.name.startswith(("TORCH_NCCL_USE_COMM", "TORCH_NCCL_NONBLOCKING")):
+        if not setting.name.startswith(("TORCH_NCCL_USE_COMM", "TORCH_NCCL_NONBLOCKING", "NCCL_")):
             for name in (setting.name, *setting.old):
                 assert f'"{name}"' in known
 
 
 def test_the_manual_has_what_workers_set() -> None:
     page = (Path(__file__).parents[1] / "docs/reference/settings.md").read_text()
-    rows = [line for line in page.splitlines() if line.startswith("| `TORCH_NCCL_")]
+    rows = [line for line in page.splitlines() if line.startswith(("| `TORCH_NCCL_", "| `NCCL_"))]
     assert rows == [f"| `{setting.name}` | {setting.value} | {setting.why} |" for setting in nccl.SETTINGS]

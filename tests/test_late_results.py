@@ -25,7 +25,7 @@ from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.work import BambooWork, CompletedWork, Several, future_of
 from bamboo_ds.engine.iteration import slices as slices_module
 from bamboo_ds.engine.iteration.slices import SlicedPasses
-from bamboo_ds.errors import EpochChanged, PeerLost
+from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from bamboo_ds.topology import Plan
 
 from .support.compare import assert_computed, assert_equal
@@ -102,6 +102,28 @@ def test_what_has_failed_by_itself_is_no_result(alone: Alone) -> None:
     with pytest.raises(PeerLost, match="NCCL error"):
         work.wait()
     assert inner.waits == 0, "torch's own wait would abort the communicator, in this thread"
+
+
+def test_an_error_that_comes_between_two_looks_is_seen(alone: Alone) -> None:
+    """NCCL's look for an error comes before that for the end: what ended by the error may be through by then."""
+
+    class Failing(LateWork):
+        looks = 0
+
+        def is_completed(self) -> bool:
+            self.looks += 1
+            if self.looks == 2:
+                self.error = RuntimeError("NCCL error: remote process exited or there was a network error")
+            return True
+
+    work, _, _ = alone.begin(Failing([torch.zeros(3)]))
+    with pytest.raises(PeerLost, match="NCCL error"):
+        work.wait()
+
+
+def test_a_group_that_gives_no_work_is_no_loss(alone: Alone) -> None:
+    with pytest.raises(ProtocolError, match="nccl group has given no work of allreduce"):
+        alone.groups.work(None, "allreduce", ("a", "b"), kind=NCCL, limit=LONG, device=CPU)
 
 
 def test_a_wait_ends_after_its_time(alone: Alone) -> None:

@@ -61,8 +61,7 @@ def connect(group: Any, size: int, device: torch.device) -> None:
     """
     ones = torch.ones(size, device=device)
     group.allreduce([ones]).wait()
-    if size > 2:
-        group.alltoall_base(torch.empty_like(ones), ones, [], []).wait()
+    group.alltoall_base(torch.empty_like(ones), ones, [], []).wait()
     if device.type != HOST.type:
         accelerator().current_stream(device.index).synchronize()
 

@@ -234,6 +234,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             time.sleep(pause)
             pause = min(2 * pause, _LOOK_AT_MOST_S)
         self._life.check(self._operation)  # not before
+        inner.is_completed()  # which looks for an error of before the end, as it did not in the look that saw the end
         self._check_error(inner)
 
     def _check_error(self, inner: Any) -> None:

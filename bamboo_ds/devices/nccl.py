@@ -73,11 +73,27 @@ SETTINGS = (
         "seconds after which torch gives up a communicator that is not there, instead of half an hour",
         vital=False,
     ),
+    Setting(
+        "NCCL_RUNTIME_CONNECT",
+        "0",
+        "NCCL connects ranks for all of its algorithms when a communicator is made: else a collective in the middle of "
+        "an iteration may have to, which blocks its caller, and no abort wakes that",
+        vital=False,
+    ),
 )
 
 _YES, _NO = ("1", "y", "yes", "t", "true"), ("0", "n", "no", "f", "false")
-#: With these torch ignores the first setting and ends the process after a failed collective.
-_OVERRIDES = {"TORCH_NCCL_DESYNC_DEBUG": _YES, "NCCL_DESYNC_DEBUG": _YES, "TORCH_DISTRIBUTED_DEBUG": ("detail",)}
+#: Further variables, values with which survivors end after a loss or hang, and how.
+_HARMFUL = (
+    ("TORCH_NCCL_DESYNC_DEBUG", _YES, "torch ends a process in which a collective has failed"),
+    ("NCCL_DESYNC_DEBUG", _YES, "torch ends a process in which a collective has failed"),
+    ("TORCH_DISTRIBUTED_DEBUG", ("detail",), "torch ends a process in which a collective has failed"),
+    ("TORCH_NCCL_BLOCKING_WAIT", _YES, "each wait blocks the process, and a loss is seen when its time is over"),
+    ("NCCL_BLOCKING_WAIT", _YES, "each wait blocks the process, and a loss is seen when its time is over"),
+    ("TORCH_NCCL_PROPAGATE_ERROR", _YES, "a failed collective of one member ends those of all others"),
+    ("TORCH_NCCL_EXTRA_DUMP_ON_EXEC", _YES, "torch writes a dump in every abort"),
+    ("TORCH_NCCL_TEARDOWN_ON_TIMEOUT", _YES, "torch ends a process in which a collective has taken too long"),
+)
 
 
 def prepare(environ: MutableMapping[str, str]) -> list[str]:
@@ -96,9 +112,9 @@ def prepare(environ: MutableMapping[str, str]) -> list[str]:
         for name in (setting.name, *setting.old):
             if name in environ and setting.vital and _plain(environ[name]) != wanted:
                 found.append(f"{name}={environ[name]}: with {wanted} {setting.why}")
-    for name, values in _OVERRIDES.items():
+    for name, values, harm in _HARMFUL:
         if environ.get(name, "").lower() in values:
-            found.append(f"{name}={environ[name]}: torch ends a process in which a collective has failed")
+            found.append(f"{name}={environ[name]}: {harm}")
     return found
 
 
