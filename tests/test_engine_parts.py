@@ -38,7 +38,7 @@ from bamboo_ds.errors import EpochChanged, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 
-from .support.late_streams import LateMark, LateStreams
+from .support.nccl.streams import LateMark, LateStreams
 
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md")
 

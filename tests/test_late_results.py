@@ -31,7 +31,7 @@ from bamboo_ds.topology import Plan
 from .support.compare import assert_computed, assert_equal
 from .support.hubs import Hubs
 from .support.jobs import SUPPORT, run_bamboo, write_config
-from .support.late_groups import LateWork
+from .support.nccl.groups import LateWork
 from .support.sliced_jobs import SLICES
 from .support.surviving import STEPS, Reference, fault
 

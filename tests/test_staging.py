@@ -16,7 +16,7 @@ from bamboo_ds.comm import connection, wire
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.devices import staging
 from tests.support.comm_worker import Cluster, Member, cluster
-from tests.support.late_streams import LateMark, LateStreams, install
+from tests.support.nccl.streams import LateMark, LateStreams, install
 
 pytestmark = pytest.mark.claim("reference/limits.md")
 

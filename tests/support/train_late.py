@@ -1,4 +1,4 @@
-"""A job of four ranks with :mod:`late_groups` that loses rank 3 while the two others of the first stage communicate.
+"""A job of four ranks with :mod:`nccl.groups` that loses rank 3 while the two others of the first stage communicate.
 
 train_late.py ...: that of train.py, two stages and two pipelines: in the reduction of the third iteration.
 train_late.py ... --slices 2: the same with two stages of two slices: in a pass of the third iteration.
@@ -21,8 +21,8 @@ from pathlib import Path
 if __name__ == "__main__":
     import lean_torch  # noqa: F401  before torch
 
-import late_groups
 from faults import mark, strike
+from nccl import groups as late_groups
 
 from bamboo_ds.comm import groups
 

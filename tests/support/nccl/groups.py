@@ -1,4 +1,6 @@
-"""Groups in the place of NCCL's, for tensors on the processor, that are harsher than a device.
+"""Groups in the place of torch's ProcessGroupNCCL, for tensors on the processor, that are harsher than a device.
+
+Their behaviour is that of the rows of ``table.toml`` which ``test_nccl_table.py`` shows on them.
 
 A collective returns at once, and so does the ``wait`` of its work; the result comes later, from a thread that does one
 collective after the other as a device's stream does, and until then there is noise in the tensors that it writes. An
@@ -102,7 +104,8 @@ class LateGroup:
         self._stream: queue.Queue[Callable[[], None]] = queue.Queue()
         self.aborted = threading.Event()
         folder.mkdir(parents=True, exist_ok=True)
-        threading.Thread(target=self._run, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> LateWork | None:
         operator = dist.ReduceOp.SUM if options is None else options.reduceOp
@@ -138,6 +141,26 @@ class LateGroup:
 
         return self._begin("allgather", [given], [output], joined, options, in_order=True)
 
+    def barrier(self, options: Any = None) -> LateWork | None:
+        """An all-reduce; its work's ``wait`` waits on the host, for ever."""
+        return self._begin(
+            "barrier", [torch.zeros(1)], [torch.zeros(1)], lambda parts: parts[0], options, in_order=True
+        )
+
+    def fail(self) -> None:
+        """NCCL raises the abort's flag by itself, as after a connection that was made late and failed.
+
+        What is under way ends early, and no error is told: the first state that torch has seen is kept.
+        """
+        for work in list(self._begun):
+            work.end(None)
+
+    def end(self) -> None:
+        """Abort, and wait until nothing is done any more."""
+        self.abort()
+        self._stream.put(lambda: None)
+        self._thread.join()
+
     def abort(self) -> None:
         self.aborted.set()
         for work in list(self._begun):
@@ -152,6 +175,8 @@ class LateGroup:
         options: Any,
         in_order: bool = False,
     ) -> LateWork | None:
+        if self.aborted.is_set():
+            raise dist.DistBackendError("NCCL communicator was aborted on rank")
         number, mine = self._number, [tensor.detach().clone() for tensor in given]
         self._number += 1
         work = LateWork(written, self._in_order or in_order)
@@ -159,6 +184,8 @@ class LateGroup:
 
         def run() -> None:
             self._before(self, operation, sum(tensor.numel() for tensor in mine))
+            if self.aborted.is_set():
+                return
             partial = self._folder / f"partial-{number}-{self._rank}"
             torch.save(mine, partial)
             partial.rename(self._folder / f"{number}-{self._rank}")
