@@ -117,11 +117,15 @@ def test_a_loss_in_a_rehearsal(tmp_path: Path, reference: Reference) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("step", [0, 1])
-def test_a_loss_before_the_check_is_over_hides_nothing(tmp_path: Path, step: int) -> None:
+@pytest.mark.parametrize(
+    ("step", "culprits"),
+    [(0, ("global",) * 3), (1, ("global",) * 3), (1, ("none", "global", "none", "none"))],
+    ids=["first", "second", "one-stage"],
+)
+def test_a_loss_before_the_check_is_over_hides_nothing(tmp_path: Path, step: int, culprits: tuple[str, ...]) -> None:
     """What was taken over without the count of the script is computed otherwise; the check that begins again tells."""
     faults = [fault(1, step, "OptimizerStep")]
-    result = inexact(tmp_path, "stop", "global", "global", "global", faults=faults, steps=30)
+    result = inexact(tmp_path, "stop", *culprits, faults=faults, steps=30)
     assert result.exit_code == 1 and (tmp_path / mark(faults[0])).exists()
     named = (
         rf"Inexact: .*\(a member was lost in step {step + 2}, before the check was over: .*output of layer \d \(Counted"

@@ -15,6 +15,7 @@ import deepspeed
 import far_device
 import torch
 from deepspeed.accelerator import get_accelerator
+from nccl import groups as nccl_groups
 from torch.utils._pytree import tree_map_only
 
 import bamboo_ds
@@ -44,6 +45,7 @@ def begin(seed: int = 7) -> None:
     import lean_torch  # which scripts import before torch
 
     far_device.install_in_job()
+    nccl_groups.install_in_job()
     # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(seed)

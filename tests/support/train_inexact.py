@@ -86,8 +86,9 @@ class Stepping(torch.optim.SGD):
             self.param_groups[0]["params"][0].add_(1e-3 * COUNT[0])
 
 
-#: ``data``: the script writes through ``.data`` after every step; ``step``: the optimizer of all stages.
+#: ``none``: nothing is wrong; ``data``: the script writes through ``.data`` after every step; ``step``: the optimizer of all stages.
 CULPRITS: dict[str, Any] = {
+    "none": nn.Identity,
     "list": Listed,
     "global": Counted,
     "generator": Noisy,

@@ -204,8 +204,10 @@ class RehearsalLanes(Lanes):
                 continue
             self.reported.append(role)
             self._add(Stream.REPORT, role, plan.owner(role), shadow)
-            beside = (layout.predecessor(role), layout.successor(role))
-            if not assists(plan, role) or any(plan.lending(other) for other in beside):
+            lent = any(plan.lending(each) for each in (role, layout.predecessor(role), layout.successor(role)))
+            # Whoever computes the stage before draws what an end of its pipeline loads.
+            loads = role.stage in (0, layout.stages - 1)
+            if layout.slices > 1 or lent or (loads and not assists(plan, role)):
                 continue
             self.roles.append(role)
             if role.stage > 0:

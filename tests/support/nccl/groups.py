@@ -14,8 +14,10 @@ in ``wait``: until the collective has ended, whatever it has ended by. Exchanges
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
+import itertools
 import os
 import queue
 import random
@@ -30,8 +32,13 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.devices import nccl
+from bamboo_ds.variables import ENV_MEMBER
+
+#: The variable with which jobs of tests run on these groups; its value is a seed.
+SEED = "BAMBOO_TEST_NCCL"
 
 Before = Callable[["LateGroup", str, int], None]
+Combine = Callable[[list[list[torch.Tensor]]], list[torch.Tensor]]
 _MODULES = ("inner", "groups", "calls.collectives", "calls.order", "backend")
 
 
@@ -58,7 +65,7 @@ class LateWork(dist.Work):  # type: ignore[misc]
             if self._ended.is_set():
                 return
             for tensor, result in zip(self._written, results or [], strict=False):
-                tensor.copy_(result)
+                tensor.copy_(result.view_as(tensor))
             self._ended.set()
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
@@ -108,17 +115,31 @@ class LateGroup:
         self._thread.start()
 
     def allreduce(self, tensors: list[torch.Tensor], options: Any = None) -> LateWork | None:
+        return self._begin("allreduce", tensors, tensors, self._combined(options), options)
+
+    allreduce_coalesced = allreduce
+
+    def reduce(self, tensors: list[torch.Tensor], options: Any) -> LateWork | None:
+        written = tensors if self._rank == options.rootRank else []
+        return self._begin("reduce", tensors, written, self._combined(options), options)
+
+    def _combined(self, options: Any) -> Combine:
+        """What a reduction makes of what all ranks give, in an order that is the group's own."""
         operator = dist.ReduceOp.SUM if options is None else options.reduceOp
 
         def combine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
             columns = [torch.stack(column) for column in zip(*parts, strict=True)]
             if operator == dist.ReduceOp.MAX:
                 return [column.amax(0) for column in columns]
-            assert operator == dist.ReduceOp.SUM, operator
+            if operator == dist.ReduceOp.MIN:
+                return [column.amin(0) for column in columns]
+            if operator != dist.ReduceOp.SUM and operator != dist.ReduceOp.AVG:
+                raise ValueError(f"jobs of tests do not ask for {operator}")
             first, *others = random.Random(self._folder.name).sample(range(self._size), self._size)
-            return [functools.reduce(torch.add, [column[rank] for rank in others], column[first]) for column in columns]
+            sums = [functools.reduce(torch.add, [column[rank] for rank in others], column[first]) for column in columns]
+            return sums if operator == dist.ReduceOp.SUM else [each / self._size for each in sums]
 
-        return self._begin("allreduce", tensors, tensors, combine, options)
+        return combine
 
     def broadcast(self, tensors: list[torch.Tensor], options: Any) -> LateWork | None:
         root: int = options.rootRank
@@ -140,6 +161,20 @@ class LateGroup:
             return [torch.cat([row[0] for row in parts])]
 
         return self._begin("allgather", [given], [output], joined, options, in_order=True)
+
+    def allgather(
+        self, outputs: list[list[torch.Tensor]], inputs: list[torch.Tensor], options: Any = None
+    ) -> LateWork | None:
+        (row,) = outputs
+        return self._begin("allgather", inputs, row, lambda parts: [part[0] for part in parts], options, in_order=True)
+
+    def _reduce_scatter_base(self, output: torch.Tensor, given: torch.Tensor, options: Any = None) -> LateWork | None:
+        combine = self._combined(options)
+
+        def mine(parts: list[list[torch.Tensor]]) -> list[torch.Tensor]:
+            return [combine(parts)[0].reshape(self._size, *output.shape)[self._rank]]
+
+        return self._begin("reduce_scatter", [given], [output], mine, options)
 
     def barrier(self, options: Any = None) -> LateWork | None:
         """An all-reduce; its work's ``wait`` waits on the host, for ever."""
@@ -171,7 +206,7 @@ class LateGroup:
         operation: str,
         given: list[torch.Tensor],
         written: list[torch.Tensor],
-        combine: Callable[[list[list[torch.Tensor]]], Any],
+        combine: Combine,
         options: Any,
         in_order: bool = False,
     ) -> LateWork | None:
@@ -193,7 +228,12 @@ class LateGroup:
             while not all(file.exists() for file in files):
                 if self.aborted.wait(0.002):
                     return
-            results = combine([torch.load(file) for file in files])
+            try:
+                results = combine([torch.load(file) for file in files])
+            except Exception as error:
+                work.error = RuntimeError(str(error))
+                work.end(None)
+                raise
             time.sleep(0.002)
             work.end(results)
 
@@ -227,3 +267,21 @@ def install(folder: Path, before: Before, in_order: bool) -> None:
         for name, late in (("kind_for", lambda device: inner.NCCL), ("create_inner", create_late)):
             if hasattr(module, name):
                 setattr(module, name, late)
+
+
+def install_in_job() -> None:
+    """:func:`install` in a worker of a job of this package that has :data:`SEED`, which draws how late collectives are.
+
+    A worker that ends leaves a file ``nccl-PID`` in the job's folder: how many collectives it has begun.
+    """
+    if SEED not in os.environ or ENV_MEMBER not in os.environ:
+        return
+    folder, begun = Path(os.environ["BAMBOO_TEST_JOB"]), itertools.count()
+    pause = random.Random(f"{os.environ[SEED]}-{os.getpid()}")
+
+    def delay(group: LateGroup, operation: str, size: int) -> None:
+        next(begun)
+        group.aborted.wait(pause.choice((0.0, 0.0, 0.01 * pause.random())))
+
+    install(folder / "late", delay, in_order=True)
+    atexit.register(lambda: (folder / f"nccl-{os.getpid()}").write_text(str(next(begun))))
