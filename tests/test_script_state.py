@@ -25,7 +25,13 @@ from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, 
 from bamboo_ds.engine.recovery.reports import RoleReport
 from bamboo_ds.engine.script.assigned import fingerprint
 from bamboo_ds.engine.script.changes import Weights, away_from, count_of, unchanged
-from bamboo_ds.engine.stage.clones import clone_optimizer, kept_by, load_optimizer, put_kept
+from bamboo_ds.engine.stage.clones import (
+    clone_optimizer,
+    kept_by,
+    load_optimizer,
+    put_kept,
+    without_strangers,
+)
 from bamboo_ds.engine.stage.layers import Changes, Layers, copied
 from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
 from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
@@ -341,6 +347,19 @@ def test_clones_share_nothing() -> None:
     kept = kept_by(original)
     assert kept["counts"] == {"steps": [3]} and kept["taken"] == 3 and kept["history"][1] is original.history[1]
     assert not {"itself", "state", "defaults", "_optimizer_step_pre_hooks"} & set(kept)
+
+
+def test_state_of_parameters_that_are_in_no_group_any_more_is_left_out() -> None:
+    """Adagrad makes all of its state at once, and DeepSpeed then puts its masters in the place of the parameters."""
+    optimizer = torch.optim.Adagrad(nn.Linear(2, 2).parameters())
+    before, master = list(optimizer.state), nn.Parameter(torch.zeros(6))
+    optimizer.param_groups[0]["params"] = [master]
+    with pytest.raises(KeyError):
+        optimizer.state_dict()
+    optimizer.state[master] = {"sum": torch.ones(6)}
+    with without_strangers(optimizer):
+        assert list(optimizer.state_dict()["state"]) == [0]
+    assert set(optimizer.state) == {*before, master}
 
 
 def test_tensors_that_an_optimizer_counts_in_are_its_owner_s() -> None:

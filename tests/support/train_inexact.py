@@ -86,7 +86,7 @@ class Stepping(torch.optim.SGD):
             self.param_groups[0]["params"][0].add_(1e-3 * COUNT[0])
 
 
-#: ``none``: nothing is wrong; ``data``: the script writes through ``.data`` after every step; ``step``: the optimizer of all stages.
+#: ``none``: nothing; ``data``: the script writes through ``.data`` after a step; ``step``: the optimizer of all stages.
 CULPRITS: dict[str, Any] = {
     "none": nn.Identity,
     "list": Listed,

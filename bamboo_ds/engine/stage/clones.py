@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -125,6 +126,35 @@ def _plain(value: Any, tensors: bool) -> bool:
     if torch.is_tensor(value):
         return tensors and bare(value).numel() == 1
     return travels(value)
+
+
+@contextmanager
+def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the body a script's hooks on ``state_dict`` and its loading, which are for checkpoints, are not called."""
+    own = vars(optimizer)
+    kept = {name: hooks for name, hooks in own.items() if "state_dict" in name and name.endswith("_hooks")}
+    own.update({name: OrderedDict() for name in kept})
+    try:
+        yield
+    finally:
+        own.update(kept)
+
+
+@contextmanager
+def without_strangers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the body there is no state of parameters that are in no group any more.
+
+    An optimizer that makes its state at once has some of the parameters in whose place DeepSpeed has put its masters.
+    """
+    state = optimizer.state
+    known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
+    strangers = {key: state[key] for key in list(state) if torch.is_tensor(key) and id(key) not in known}
+    for key in strangers:
+        del state[key]
+    try:
+        yield
+    finally:
+        state.update(strangers)
 
 
 def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:

@@ -9,9 +9,8 @@ exchange their shards after it.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
@@ -28,7 +27,14 @@ from ...errors import ProtocolError, UnsupportedError
 from ...state import Tree
 from ...topology import Role
 from .answers import Recorder
-from .clones import check_sendable, kept_by, load_optimizer, put_kept
+from .clones import (
+    check_sendable,
+    kept_by,
+    load_optimizer,
+    put_kept,
+    without_state_hooks,
+    without_strangers,
+)
 from .commit import Measured
 from .shares import Shares, all_reduce
 
@@ -51,18 +57,6 @@ class Stage(Protocol):
 
     def trainable(self) -> list[torch.nn.Parameter]:
         """The stage's trainable parameters."""
-
-
-@contextmanager
-def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """In the body a script's hooks on ``state_dict`` and its loading, which are for checkpoints, are not called."""
-    own = vars(optimizer)
-    kept = {name: hooks for name, hooks in own.items() if "state_dict" in name and name.endswith("_hooks")}
-    own.update({name: OrderedDict() for name in kept})
-    try:
-        yield
-    finally:
-        own.update(kept)
 
 
 def buckets(tensors: Tensors) -> Iterator[list[int]]:
@@ -236,7 +230,7 @@ class StageOptimizer(ABC):
     def capture(self) -> Tree:
         """The state, without the module's parameters."""
         masters = [master.detach() for master in self.masters()]
-        with without_state_hooks(self.inner):
+        with without_state_hooks(self.inner), without_strangers(self.inner):
             inner = self.inner.state_dict()
         check_sendable(self.inner, inner)
         return {"inner": inner, "attributes": kept_by(self.inner), "masters": masters, "scaler": self._scaler()}

@@ -177,7 +177,9 @@ def _verdict(folder: Path, script: Script, result: Result, oracle: Result) -> Ve
         if "bamboo_ds.errors." in error and at_once:
             return Verdict(REFUSED, error, kills)
         return Verdict(DIFFERS, f"ends after {steps} steps: {error}", kills)
-    missing = sorted(wanted.keys() - found.keys(), key=_step)
+    lost = any(kill.rank == 0 for kill in script.kills) and kills > 0  # who alone says its numbers
+    due = {key for key in wanted if not (lost and key.startswith("numbers"))}
+    missing = sorted(due - found.keys(), key=_step)
     if missing:
         return Verdict(DIFFERS, f"{len(missing)} are missing: {missing[0]}", kills)
     restarted = re.search(r"restarts: [1-9]", result.output) or any(result.events("restart_begun"))
