@@ -134,7 +134,9 @@ def wrong(words: list[str]) -> str | None:
     file = ROOT / arguments[0]
     if not file.is_file():
         return f"there is no {arguments[0]}"
-    unknown = [a for a in arguments[1:] if a.startswith("--") and a != "--help" and f'"{a}"' not in file.read_text()]
+    shared = file.with_name("bench.py")  # which has the options of all experiments of its folder
+    text = file.read_text() + (shared.read_text() if shared.exists() else "")
+    unknown = [a for a in arguments[1:] if a.startswith("--") and a != "--help" and f'"{a}"' not in text]
     return f"{arguments[0]} has no {unknown}" if unknown else None
 
 

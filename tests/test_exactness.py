@@ -248,7 +248,7 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
         redundancy = SimpleNamespace(on_mismatch="stop", check_exact=3 if asked else None)
         settings = SimpleNamespace(redundancy=redundancy)
         context: Any = SimpleNamespace(ds=ds, epoch=epoch, progress=progress, settings=settings)
-        checks: Any = ExactChecks(context, None, None)  # type: ignore[arg-type]
+        checks: Any = ExactChecks(context, None, None, None)  # type: ignore[arg-type]
         try:
             checks._compare(Role(0, 1), mine, theirs, what)
         except Inexact:
@@ -317,7 +317,7 @@ def test_what_no_optimizer_steps_is_not_compared() -> None:
     binding = SimpleNamespace(runtimes={role: runtime})
     epoch = SimpleNamespace(layout=SimpleNamespace(stages=2))
     context: Any = SimpleNamespace(ds=SimpleNamespace(micro_batches=1), binding=binding, epoch=epoch)
-    checks = ExactChecks(context, None, None)  # type: ignore[arg-type]
+    checks = ExactChecks(context, None, None, None)  # type: ignore[arg-type]
     facts = checks._computed(role)
     assert [name for name in facts if name.startswith("gradient of ")] == ["gradient of 5.weight"]
 

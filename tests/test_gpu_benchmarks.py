@@ -58,9 +58,10 @@ def invoke(modules: Callable[[str], Any], monkeypatch: pytest.MonkeyPatch) -> Ca
 
 def test_all_experiments_are_commands_and_all_runs_them(modules: Callable[[str], Any]) -> None:
     assert set(COMMANDS) == {
-        *("all", "copies", "exact", "memory", "nccl", "overhead", "recovery", "smoke", "syncs"),
+        *("all", "copies", "exact", "first", "memory", "nccl", "overhead", "plain", "recovery", "smoke", "syncs"),
     }
-    assert {program for (program, *_), _ in modules("all").EXPERIMENTS.values()} == set(COMMANDS) - {"all"}
+    assert {program for (program, *_), _ in modules("all").EXPERIMENTS.values()} == set(COMMANDS) - {"all", "first"}
+    assert {program for (program, *_), _ in modules("first").STEPS.values()} < set(COMMANDS)
 
 
 @pytest.mark.parametrize("name", COMMANDS)

@@ -205,10 +205,11 @@ class RehearsalLanes(Lanes):
             self.reported.append(role)
             self._add(Stream.REPORT, role, plan.owner(role), shadow)
             lent = any(plan.lending(each) for each in (role, layout.predecessor(role), layout.successor(role)))
-            # Whoever computes the stage before draws what an end of its pipeline loads.
-            loads = role.stage in (0, layout.stages - 1)
-            if layout.slices > 1 or lent or (loads and not assists(plan, role)):
+            if layout.slices > 1 or lent:
                 continue
+            loads = {0: Stream.INPUTS, layout.stages - 1: Stream.LABELS}.get(role.stage)
+            if loads is not None and not assists(plan, role):  # whoever computes the stage before has them
+                self._add(loads, role, plan.owner(role), shadow)
             self.roles.append(role)
             if role.stage > 0:
                 self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), shadow)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -214,6 +214,20 @@ class PipelineBatches:
             values.append(self._transport.recv(lane, len(values)))
         return values[micro_batch]
 
+    def told(self, part: str, micro_batch: int) -> Payload:
+        """A part of a batch that was drawn or received, as it is sent."""
+        if part not in self.own:
+            return self._part(part, micro_batch)
+        return self._message(part, self._drawn[micro_batch])
+
+    def take(self, part: str, values: Sequence[Payload]) -> None:
+        """Use these of the current operation, where nobody else gives them to this member."""
+        if part not in self._sources:
+            self._received[part] = list(values)
+
+    def _message(self, part: str, batch: Any) -> Payload:
+        return as_message(batch) if self._source.whole else as_payload(part, batch[PARTS.index(part)])
+
     def ready(self, micro_batch: int, part: str) -> bool:
         """Whether :meth:`batch` would not wait for another member for this part."""
         if part in self.own or len(self._received[part]) > micro_batch:
@@ -275,7 +289,5 @@ class PipelineBatches:
         for lane, served in self._in_use().items():
             for m in range(served.first, len(self._drawn)):
                 assert self._transport is not None
-                batch, part = self._drawn[m], served.part
-                message = as_message(batch) if self._source.whole else as_payload(part, batch[PARTS.index(part)])
-                self._transport.send(lane, m, message)
+                self._transport.send(lane, m, self._message(served.part, self._drawn[m]))
             self._serving[lane] = replace(served, first=max(served.first, len(self._drawn)))

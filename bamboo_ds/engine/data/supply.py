@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from ...comm.attachment import DRAW
-from ...comm.transport import Lane
+from ...comm.transport import Lane, Transport
 from ...errors import EpochChanged, UnsupportedError
 from ...observe.event_base import Consumed
 from ...topology import Role, batch_sources, hungry
 from ..context.history import Kind
-from ..context.lanes import BATCH_PARTS, Stream
+from ..context.lanes import BATCH_PARTS, RehearsalLanes, Stream
 from ..context.shared import EngineContext, InContext
 from .batches import PARTS, PipelineBatches, Served, Source
 from .dataset import Dataset
@@ -222,6 +222,18 @@ class BatchSupply(InContext):
         """Forget all batches of the operation."""
         for batches in self._pipelines.values():
             batches.drop()
+
+    def share(self, lanes: RehearsalLanes, transport: Transport) -> None:
+        """Give shadows of ends what these have loaded for the rehearsal of a takeover, where they do not load it."""
+        micro_batches = range(self.ds.micro_batches)
+        for role in lanes.roles:
+            for stream in (Stream.INPUTS, Stream.LABELS):
+                lane, batches, part = lanes.get((stream, role)), self[role.pipeline], BATCH_PARTS[stream]
+                if lane is not None and lane.source == self.epoch.member:
+                    for m in micro_batches:
+                        transport.send(lane, m, batches.told(part, m))
+                if lane is not None and lane.destination == self.epoch.member:
+                    batches.take(part, [transport.recv(lane, m) for m in micro_batches])
 
     def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""

@@ -69,7 +69,7 @@ class Conclusions(InContext):
         rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
         rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
         rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
-        why = "tensor slices" if layout.slices > 1 else "its shadow does not draw its batches"
+        why = "tensor slices" if layout.slices > 1 else "divided, or without a replica"
         without = "".join(
             f" Not rehearsed{reason}: {in_words(sorted(roles))}."
             for reason, roles in (

@@ -42,6 +42,7 @@ from ...topology import Role
 from ..context.lanes import RehearsalLanes, Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
+from ..data.supply import BatchSupply
 from ..replicas.building import StageBuilder
 from ..stage.beside import Contents, beside_layers, beside_steps, newer
 from ..stage.runtime import StageRuntime
@@ -80,6 +81,7 @@ class ExactChecks(InContext):
 
     reduction: Reduction
     builder: StageBuilder
+    supply: BatchSupply
     on: bool = field(default=False, init=False)
     steps: int = field(default=0, init=False)
     redone: int = field(default=0, init=False)
@@ -198,6 +200,7 @@ class ExactChecks(InContext):
         before = self.binding.current
         with self.timed():
             lanes, transport = self._open()
+            self.supply.share(lanes, transport)
             with self._in_place_of(lanes, transport):
                 self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, self.ds.micro_batches))
                 owned: dict[Role, Facts] = {}

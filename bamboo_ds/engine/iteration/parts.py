@@ -54,7 +54,7 @@ class IterationParts:
         self.measures = measures
         self.constructions: dict[Role, Construction] = {}
         self.reduction = Reduction(context, tied_stages)
-        self.checks = ExactChecks(context, self.reduction, builder)
+        self.checks = ExactChecks(context, self.reduction, builder, supply)
         self.slices, generators = SlicedPasses(context), RoleGenerators(context)
         self.sums = PartialSums(context)
         self.passes = Passes(context, supply, self.slices, generators, self.checks, measures, self.sums)

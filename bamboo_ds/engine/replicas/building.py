@@ -274,6 +274,10 @@ class StageBuilder(InContext):
         own, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
         ds.basic_optimizer = ds.optimizer = None
         if own is not None:
+            # DeepSpeed takes those that are trainable now, as of the owner when that was made.
+            held = {name for names in state["groups"] for name in names}
+            for name, parameter in module.named_parameters():
+                parameter.requires_grad = parameter.requires_grad or name in held
             basic = ds.basic_optimizer = clone_optimizer(own, module, state["groups"])
             if wrapper is own:
                 ds.optimizer = basic
@@ -281,6 +285,7 @@ class StageBuilder(InContext):
                 with self.groups.acting_for(runtime.role, ignore):
                     ds.optimizer = ds.wrap_optimizer(basic, wrapper)
             begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
+            runtime.train_only(state["trains"])
         ds.lr_scheduler = self._make_scheduler(state, runtime.pristine)
         self.binding.refresh()
         runtime.optimizer = stage_optimizer(ds, self.groups, runtime)

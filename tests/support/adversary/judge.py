@@ -220,8 +220,9 @@ def known(script: Script, verdict: Verdict) -> str:
 
 
 KNOWN: dict[str, Callable[[Script, Verdict], bool]] = {
+    "what has come round when it is compared is not seen": lambda s, v: "enumerated" in s.layers,
     "writes through .data after the first steps are not seen": lambda s, v: any(
-        a.what in ("clamp-data", "new-data") for a in s.actions
+        a.what == "clamp-data" for a in s.actions
     ),
 }
 
