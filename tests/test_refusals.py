@@ -39,6 +39,7 @@ from bamboo_ds.errors import ConfigError, FatalLoss, ReplicaDiffers, Unsupported
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 
 from .support.jobs import SUPPORT, Reference, run_bamboo, write_config
+from .support.precisions import FP32_ZERO
 from .support.surviving import fault, survive
 
 pytestmark = pytest.mark.claim(
@@ -198,6 +199,14 @@ def test_hooks_and_frozen_parameters_are_those_of_the_lost_stage(tmp_path: Path,
     faults = [fault(1, 3, "BackwardPass", 2)]
     result = survive(tmp_path, reference, faults, 3, 1, ("--steps", "7", "--hooks", "--freeze-at", "3"))
     assert result.events("replica_verified") and not result.events("replica_mismatch")
+
+
+@pytest.mark.integration
+def test_copies_of_partitions_have_what_was_frozen_since(tmp_path: Path, reference: Reference) -> None:
+    """What DeepSpeed has partitioned stays partitioned; the check makes each replica anew after the first step."""
+    faults = [fault(1, 4, "BackwardPass", 2)]
+    arguments = ("--steps", "7", "--freeze-at", "0")
+    survive(tmp_path, reference, faults, 3, 1, arguments, checked=True, **FP32_ZERO)
 
 
 def test_what_cannot_be_frozen_exactly() -> None:
