@@ -105,12 +105,14 @@ class Member:
             progress=self.progress,
             beats=SimpleNamespace(busy=lambda _: nullcontext()),
         )
-        checks = SimpleNamespace(end_iteration=self._end_iteration)
+        checks = SimpleNamespace(on=False, end_iteration=self._end_iteration)
         own = SimpleNamespace(take=lambda: None)
         iteration: Any = SimpleNamespace(checks=checks, commits=None, own=own)
         recovery: Any = SimpleNamespace(run=self._recover)
         collectives: Any = SimpleNamespace(begin_gap=self.boundary.append)
-        announcements: Any = SimpleNamespace(listen=lambda: self.events.append("listened"))
+        announcements: Any = SimpleNamespace(
+            begin_operation=lambda: None, listen=lambda: self.events.append("listened")
+        )
         self.takeover = Takeover(context, iteration, recovery, collectives, announcements)
 
     def _recover(self) -> Decision:
@@ -121,7 +123,7 @@ class Member:
         self.progress.taken_over.add(Role(0, 1))
         return found
 
-    def _end_iteration(self, outcome: Outcome) -> None:
+    def _end_iteration(self) -> None:
         if self.losses_at_boundary:
             self.losses_at_boundary -= 1
             raise LOSS

@@ -16,7 +16,7 @@ STEPS: Turns = {
     "nccl": (("smoke", "--case", "fp32-2x2", "--backend", "nccl"), 1.6),
     "three": (("smoke", "--case", "fp32-2x3", "--backend", "nccl", "--no-kill"), 1.0),
     "eager": (("smoke", "--case", "fp32-2x1", "--mode", "eager-frc-eager-brc"), 1.0),
-    "lazy": (("smoke", "--case", "bf16-zero1-2x2", "--mode", LAZY), 1.0),
+    "lazy": (("smoke", "--case", "bf16-zero1-2x2", "--mode", LAZY), 1.5),
     "loss": (("nccl", "--when", "reduce", "--repetitions", "1", "--watch-s", "65"), 1.6),
     "exact": (("exact", "--repetitions", "40"), 0.5),
     "copies": (("copies", "--megabytes", "16", "--megabytes", "256", "--repetitions", "3"), 0.5),
