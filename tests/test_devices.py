@@ -253,6 +253,27 @@ def test_who_shares_a_device_is_known_in_every_epoch(monkeypatch: pytest.MonkeyP
     assert processors.device_name is None and processors.sharing == 1
 
 
+def test_what_a_device_has_no_room_for_is_taken_into_host_memory() -> None:
+    """Sums of gradients that have arrived, of which nothing may be lost."""
+    asked: list[bool] = []
+
+    def payload(device: torch.device, parked: bool = False) -> torch.Tensor:
+        asked.append(parked)
+        if not parked:
+            raise torch.OutOfMemoryError("no memory is left\nfor 2 GiB")
+        return torch.ones(2)
+
+    message = SimpleNamespace(sequence=3, payload=payload)
+    this: Any = SimpleNamespace(
+        _inbox=lambda lane: messages, _links=SimpleNamespace(changed=threading.Lock()), _device=torch.device("cpu")
+    )
+    this._brought = partial(Transport._brought, this)
+    messages = deque([message])
+    lane: Any = None
+    ((sequence, found),) = Transport.take(this, lane)
+    assert sequence == 3 and isinstance(found, torch.Tensor) and not messages and asked == [False, True]
+
+
 def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
     """What brings them there in idle time is no part of the job's own work, and must not end it."""
     begun: list[str] = []

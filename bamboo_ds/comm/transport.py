@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,8 @@ from . import wire
 from .epoch import Epoch
 from .session import Session
 from .wire import Payload, PeerMessage, Staged
+
+logger = logging.getLogger(__name__)
 
 __all__ = ["Lane", "Payload", "Staged", "Transport"]
 
@@ -162,6 +165,8 @@ class Transport:
     def take(self, lane: Lane, parked: bool = False) -> list[tuple[int, Payload]]:
         """What of ``lane`` has arrived, each with its number; also after an abort, until :meth:`close`.
 
+        What the device has no room for stays in host memory.
+
         Args:
             lane: one that ends at this member.
             parked: see :meth:`recv`.
@@ -170,7 +175,14 @@ class Transport:
         with self._links.changed:
             taken = list(messages)
             messages.clear()
-        return [(message.sequence, message.payload(self._device, parked)) for message in taken]
+        return [(message.sequence, self._brought(message, parked)) for message in taken]
+
+    def _brought(self, message: PeerMessage, parked: bool) -> Payload:
+        try:
+            return message.payload(self._device, parked)
+        except torch.OutOfMemoryError as error:
+            logger.warning("what has arrived stays in host memory: %s", str(error).splitlines()[0])
+        return message.payload(self._device, parked=True)
 
     def discard(self, lane: Lane, below: int) -> bool:
         """Drop what of ``lane`` has arrived with a smaller number than ``below``, without a copy to its device.

@@ -151,8 +151,8 @@ class PartialSums(InContext):
         for stream, role, lane in self.epoch.lanes:
             if stream is not Stream.SUMS or lane.destination != self.epoch.member:
                 continue
-            # They wait in host memory, where they arrive, whether the replica computes redundantly or not.
-            for sequence, payload in self.epoch.transport.take(lane, parked=True):
+            runtime = self.binding.runtimes.get(role)
+            for sequence, payload in self.epoch.transport.take(lane, runtime is None or runtime.parked):
                 if sequence == self.progress.sequence:
                     told = from_message(payload)
                     place = role, told.pop("begin"), told.pop("end")
