@@ -153,12 +153,17 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     lost = replace(plan, owners=("m0", "m0"), members=("m0",), lost=("m1",), shadows=(None, None))
     role = RoleReport(role=(0, 1), parts=(), reduced=True, state_only=True, changes=Changes(1, 4))
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
-    epoch = SimpleNamespace(job=SimpleNamespace(newest_checkpoint=lambda plan: None))
+    told: list[str] = []
+    epoch = SimpleNamespace(
+        job=SimpleNamespace(newest_checkpoint=lambda plan: None),
+        channel=SimpleNamespace(need_every_rank=lambda: told.append("every rank")),
+    )
     context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
     announcements = Announcements(context)
     progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
+    assert told == ["every rank"], "a restart without one would end in the same way"
     assert announcements.progress.known_changes == {Role(0, 1): Changes(1, 4)}
 
 

@@ -215,6 +215,11 @@ class StageOptimizer(ABC):
         # Some optimizers hook into the graph, and what hooks refer to no garbage collector finds.
         destroy = getattr(self.wrapper, "destroy", None)
         if callable(destroy):
+            state = (
+                self.inner.state
+            )  # DeepSpeed looks for tensors in that of each parameter, and finds what else is there
+            for key in [key for key, value in state.items() if not isinstance(value, dict)]:
+                del state[key]
             destroy()
 
     # -- state --------------------------------------------------------------------------------------------
