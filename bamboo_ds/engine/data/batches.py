@@ -222,7 +222,7 @@ class PipelineBatches:
 
     def take(self, part: str, values: Sequence[Payload]) -> None:
         """Use these of the current operation, where nobody else gives them to this member."""
-        if part not in self._sources:
+        if part not in self._sources and part not in self.own:
             self._received[part] = list(values)
 
     def _message(self, part: str, batch: Any) -> Payload:

@@ -133,6 +133,11 @@ class ExactChecks(InContext):
         """How many of the steps are done; below 0: the first one is to come after others."""
         return self.progress.steps - (self._before or 0)
 
+    def _rehearsed(self) -> bool:
+        """Whether the iteration under way is."""
+        done = self._checked()
+        return self.on and done >= 0 and not self.rests and not (done == 0 and self.steps > 2)
+
     def begin_iteration(self) -> None:
         """An iteration begins."""
         if self.on and self._before is None:
@@ -166,20 +171,18 @@ class ExactChecks(InContext):
                 self._compare_beside()
         if last:
             self._conclusions.conclude(self.steps, self.progress.steps - done)
-            self._end()
+            self.on = self.rests = False
+            self.redone = 0
+            self._opened = None
+            self._traces.clear()
+            self._began.clear()
         return done == 1 < self.steps
-
-    def _end(self) -> None:
-        """Nothing is checked any more."""
-        self.on = self.rests = False
-        self.redone = 0
-        self._opened = None
-        self._traces.clear()
-        self._began.clear()
 
     def watching(self, runtime: StageRuntime, micro_batch: int) -> AbstractContextManager[None]:
         """The body is a forward pass of ``runtime``, which is bound."""
-        if not self.on or self.builder.compiled_with is not None:  # the compiler would make hooks a part of the layers
+        if (
+            not self._rehearsed() or self.builder.compiled_with is not None
+        ):  # the compiler would make hooks a part of the layers
             return nullcontext()
         return self._traces.of(runtime.role, runtime.module, micro_batch)
 
@@ -194,8 +197,7 @@ class ExactChecks(InContext):
             Inexact: something differs.
             EpochChanged: a member is lost.
         """
-        done = self._checked()
-        if not self.on or done < 0 or self.rests or (done == 0 and self.steps > 2):
+        if not self._rehearsed():
             return
         before = self.binding.current
         with self.timed():

@@ -27,14 +27,7 @@ from ...errors import ProtocolError, UnsupportedError
 from ...state import Tree
 from ...topology import Role
 from .answers import Recorder
-from .clones import (
-    check_sendable,
-    kept_by,
-    load_optimizer,
-    put_kept,
-    without_state_hooks,
-    without_strangers,
-)
+from .clones import check_sendable, kept_by, load_optimizer, put_kept, without_state_hooks, without_strangers
 from .commit import Measured
 from .shares import Shares, all_reduce
 
@@ -215,9 +208,8 @@ class StageOptimizer(ABC):
         # Some optimizers hook into the graph, and what hooks refer to no garbage collector finds.
         destroy = getattr(self.wrapper, "destroy", None)
         if callable(destroy):
-            state = (
-                self.inner.state
-            )  # DeepSpeed looks for tensors in that of each parameter, and finds what else is there
+            # DeepSpeed looks for tensors in the state of each parameter, and finds what else is there.
+            state = self.inner.state
             for key in [key for key, value in state.items() if not isinstance(value, dict)]:
                 del state[key]
             destroy()

@@ -212,7 +212,9 @@ def _last(output: str) -> str:
 
 # -- known defects --------------------------------------------------------------------------------------------
 def known(script: Script, verdict: Verdict) -> str:
-    """Which known defect a script meets, until they are mended."""
+    """Which known defect a script meets: values that differ. Whatever else becomes of it is another defect."""
+    if re.match("ends|hangs", verdict.why) or "Error: " in verdict.why:
+        return ""
     for name, met in KNOWN.items():
         if met(script, verdict):
             return name
