@@ -250,6 +250,7 @@ def main() -> None:
     parser.add_argument("--checkpoint-activations", type=int, default=0)
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0)
+    parser.add_argument("--save-until", type=int, default=None, help="no step after this one is saved")
     parser.add_argument("--load", default=None)
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint that the job has written")
@@ -333,7 +334,8 @@ def main() -> None:
                 evaluations.append(float(engine.eval_batch(batches(None))))
         if arguments.snapshots:
             torch.save(state_of(engine), arguments.out / f"state-{torch.distributed.get_rank()}-{step + 1}.pt")
-        if arguments.save_every and (step + 1) % arguments.save_every == 0:
+        last = arguments.save_until or step + 1
+        if arguments.save_every and (step + 1) % arguments.save_every == 0 and step + 1 <= last:
             state = {"step": step + 1}
             folder, tag = arguments.out / "checkpoints", f"step{step + 1}"
             engine.save_checkpoint(str(folder), tag=tag, client_state=state)
