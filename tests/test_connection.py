@@ -16,6 +16,8 @@ from typing import Any, cast
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from bamboo_ds.comm import connection as module
 from bamboo_ds.comm import hub as hub_module
@@ -24,7 +26,7 @@ from bamboo_ds.comm.connection import Connection
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
-from bamboo_ds.errors import EpochChanged, PeerLost
+from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 
 from .support.connections import Ends, Incoming, filled, same
 from .support.hubs import Hubs, Inbox
@@ -98,13 +100,101 @@ def test_one_look_leaves_nothing_that_the_kernel_tells_nothing_of(
     assert [found[2] for found in ends.got] == list(range(20)) and looks < 20
 
 
-# -- epochs in it ---------------------------------------------------------------------------------------------
 #: Bytes of data between two marks, and that are made ready: small, so that every byte of a frame can be a cut.
 SEGMENT, READY = 40, 30
 #: More than two segments, of two tensors, the second of which begins in the middle of one.
 CUT = (filled(SEGMENT + 17), filled(SEGMENT + 11))
 
 
+# -- frames that yield ----------------------------------------------------------------------------------------
+def test_what_a_pass_waits_for_waits_behind_no_sum(ends: Ends) -> None:
+    """16 MB behind 1 GB, on a network that takes 1 MB at a time: what the kernel has, or gets next, goes first."""
+    ends.narrow.takes = 10 << 20
+    ends.sender.send(1, wire.encode(b"sum", 1, torch.zeros(1 << 30, dtype=torch.uint8), 1), yields=True)
+    data = filled(16 << 20)
+    ends.send(1, 2, data)
+    before = ends.narrow.taken
+    while not ends.got:
+        ends.narrow.takes = 1 << 20
+        ends.sender.flush()
+        ends.receiver.read()
+    assert before <= 10 << 20 and ends.narrow.taken - before <= data.numel() + 2 * module._READY
+    assert [found[2] for found in ends.got] == [2] and same(ends.got[0][3], data)
+
+
+class Late:
+    """A copy to host memory that is complete when told to be."""
+
+    def __init__(self) -> None:
+        self.over = False
+
+    def reached(self) -> bool:
+        return self.over
+
+
+@settings(deadline=None, max_examples=200)
+@given(
+    frames=st.lists(
+        st.tuples(st.booleans(), st.booleans(), st.integers(0, 3 * SEGMENT), st.integers(0, 400)),
+        min_size=2,
+        max_size=9,
+    ),
+    ready=st.sampled_from((1, READY, 1 << 20)),
+    left=st.one_of(st.none(), st.integers(0, 8)),
+)
+def test_who_lets_whom_pass(frames: list[tuple[bool, bool, int, int]], ready: int, left: int | None) -> None:
+    """Frames arrive whole. Those that do not yield keep their order, as do the others, which pass nobody.
+
+    Each is a kind, whether it comes from a device, a size, and how much the kernel takes then. An epoch ends before the
+    frame of number ``left``, and of what came before it nothing is begun any more.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(wire, "SEGMENT", SEGMENT)
+        patch.setattr(module, "_READY", ready)
+        ends, copies = Ends(), []
+        for number, (yields, late, size, takes) in enumerate(frames):
+            epoch = 1 if left is None or number < left else 2
+            if number == left:
+                ends.sender.give_up(1)
+            copy: Any = Late() if late else None
+            copies.append(copy)
+            ends.narrow.takes = takes
+            ends.sender.send(epoch, wire.encode(b"key", number, filled(size), epoch), copy, yields)
+            ends.sender.flush()
+        ends.narrow.takes = None
+        ends.sender.flush()
+        ends.receiver.read()
+        assert not any(frames[number][1] for _, _, number, _ in ends.got), "these are not in host memory"
+        for copy in filter(None, copies):
+            copy.over = True
+            ends.sender.flush()
+            ends.receiver.read()
+        ends.sender.flush()
+        ends.pump()
+        assert ends.sender.written == ends.sender.sent == len(frames)
+        got = [number for _, _, number, _ in ends.got]
+        assert all(same(payload, filled(frames[number][2])) for _, _, number, payload in ends.got)
+        assert [epoch for epoch, *_ in ends.got] == sorted(epoch for epoch, *_ in ends.got)
+        assert sorted(got) == sorted(set(got)) and set(range(left or 0, len(frames))) <= set(got)
+        for kind in (False, True):
+            own = [number for number in got if frames[number][0] is kind]
+            assert own == sorted(own)
+        for place, number in enumerate(got):
+            assert not frames[number][0] or all(earlier in got[:place] for earlier in got if earlier < number)
+        ends.close()
+
+
+def test_no_frame_comes_between_two_parts_of_one_that_does() -> None:
+    ends = Ends()
+    frame = wire.encode(b"key", 1, filled(10), 1)
+    (head,), data = frame[0], frame[1]
+    ends.narrow._real.sendmsg([head, wire.BETWEEN, head, wire.BETWEEN, head, wire.HERE, *data])
+    with pytest.raises(ProtocolError, match="memory that is not shared"):
+        ends.receiver.read()
+    ends.close()
+
+
+# -- epochs in it ---------------------------------------------------------------------------------------------
 def frame_size() -> int:
     """With a mark before each segment."""
     head, *segments = wire.encode(b"key", 1, CUT, 1)
@@ -144,6 +234,27 @@ def test_an_ended_epoch_leaves_nothing_to_the_next(monkeypatch: pytest.MonkeyPat
         assert [found[2] for found in new] == [3, 4]
         assert same(new[0][3], filled(100)) and same(new[1][3], (CUT[0], filled(0), CUT[1]))
         assert [found[0] for found in ends.got if found[1] == b""] == [1], "the word that the epoch is left"
+        ends.close()
+
+
+def test_an_ended_epoch_leaves_nothing_of_a_frame_that_yields(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which one of the same epoch, or of the next, has interrupted, at every byte of it."""
+    monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
+    monkeypatch.setattr(module, "_READY", 1)
+    for epoch, cut in itertools.product((1, 2), range(frame_size() + 1)):
+        ends = Ends()
+        ends.narrow.takes = wire.HEAD + 10
+        ends.sender.send(1, wire.encode(b"key", 1, CUT, 1), yields=True)
+        ends.narrow.takes = SEGMENT + cut
+        ends.send(epoch, 2, CUT)
+        ends.sender.flush()
+        ends.sender.give_up(1)
+        ends.narrow.takes = None
+        ends.send(2, 3, CUT)
+        ends.pump()
+        assert [found[2] for found in ends.got][-1] == 3 and {found[2] for found in ends.got} <= {2, 3}
+        assert all(same(found[3], CUT) for found in ends.got) and len(ends.got) >= epoch
+        assert ends.sender.written == ends.sender.sent == 3
         ends.close()
 
 

@@ -14,7 +14,8 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable
-from typing import NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import Protocol
 
 from ..devices.staging import Copy
 from . import sockets, wire
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 _PIECES = 512
 #: Bytes that are made ready for the kernel, and cannot be given up any more then.
 _READY = 1 << 21
+#: Bytes that one thread writes at most before others may say what is to go first.
+_WRITE_AT_MOST = 1 << 25
 #: Bytes by which small messages are read, and that one call of :meth:`Connection.read` reads at most.
 _BUFFER, _READ_AT_MOST = 1 << 16, 1 << 22
 #: Bytes of a frame that tells how fast the network is.
@@ -51,12 +54,31 @@ class Traffic(Protocol):
         """It has ended, and is none of the hub's any more; ``reason``: none if that is as it should be."""
 
 
-class _Outgoing(NamedTuple):
-    """A frame, or what of it is not ready yet; ``copy``: brings its data to host memory."""
+@dataclass(eq=False)
+class _Outgoing:
+    """A frame, or what of it is not ready yet.
 
+    Attributes:
+        number: of the connection's frames.
+        copy: brings its data to host memory.
+        yields: later frames that do not may go first.
+        void: it ends with its next mark.
+    """
+
+    number: int
     epoch: int
     segments: wire.Segments
-    copy: Copy | None = None
+    copy: Copy | None
+    yields: bool
+    void: bool = False
+
+    def complete(self) -> bool:
+        """Whether all that it carries is in host memory."""
+        return self.copy is None or self.copy.reached()
+
+    def give_up(self) -> None:
+        """Send no more of its data."""
+        self.segments, self.void = deque([[wire.VOID]]), True
 
 
 class Ended(ConnectionError):
@@ -79,7 +101,6 @@ class Connection:
         driven: a thread that waits reads, and not the loop.
         reading: held by the thread that reads, or ends the connection.
         sent: frames given to :meth:`send`.
-        written: those of them that the kernel has taken, or that were given up.
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
         sharing: what carries the data of segments.
         rate: bytes per second at which the last frame of some size went out; ``None``: there was none.
@@ -97,18 +118,20 @@ class Connection:
         self.open = self.ended = self.driven = False
         self.asked = 0
         self.reading = threading.Lock()
-        self.sent = self.written = self.confirmed = 0
+        self.sent = self.confirmed = 0
         self.sharing = Sharing(member, sock, host)
         self.rate: float | None = None
         self._watch = watch
         self._sending = threading.Lock()  # guards what follows
         self._queue: deque[_Outgoing] = deque()
+        self._yielding: deque[_Outgoing] = deque()  # frames that let those of the queue pass
         self._begun: _Outgoing | None = None  # whose first segments are ready, or out
+        self._interrupted: _Outgoing | None = None  # the same, by that one
+        self._left: set[int] = set()  # numbers of frames that are not out
         self._ready: deque[memoryview] = deque()
         self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
-        self._ends: deque[int] = deque()  # where in them frames end that are not out
-        self._timed: tuple[int, float] | None = None  # a large frame that is on its way: its size, since when
-        self._timed_end: int | None = None  # where in them that ends, once all of it is ready
+        self._ends: deque[tuple[int, int]] = deque()  # where in them frames end that are not out, with their numbers
+        self._timed: tuple[int, int, float] | None = None  # a large frame that is on its way: number, size, since when
         self._blocked = False  # the kernel takes nothing now
         self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -122,6 +145,15 @@ class Connection:
         """What the loop is to look for, as ``select.epoll`` has it."""
         return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
 
+    @property
+    def written(self) -> int:
+        """Frames that the kernel has taken, or that were given up."""
+        return self.sent - len(self._left)
+
+    def has_written(self, number: int) -> bool:
+        """Whether frame ``number`` is one of them."""
+        return number not in self._left
+
     def has_confirmed(self, number: int) -> bool:
         """Whether the other end has said that it has read frame ``number``."""
         return self.confirmed >= number
@@ -134,18 +166,20 @@ class Connection:
             self.send(wire.EVERY, offer)
 
     # -- sending -----------------------------------------------------------------------------------------
-    def send(self, epoch: int, frame: wire.Segments, copy: Copy | None = None) -> int:
+    def send(self, epoch: int, frame: wire.Segments, copy: Copy | None = None, yields: bool = False) -> int:
         """Send a frame as far as the kernel takes it now, and keep the rest; returns its number.
 
         Args:
             copy: brings its data to host memory. Until that is complete nothing goes out of it, nor of later frames;
                 then the caller sees to a :meth:`flush`.
+            yields: later frames that do not yield go first, also between two of its segments. It never passes others.
         """
         with self._sending:
             self.sent += 1
             number = self.sent
+            self._left.add(number)
             if not self.ended:
-                self._queue.append(_Outgoing(epoch, frame, copy))
+                (self._yielding if yields else self._queue).append(_Outgoing(number, epoch, frame, copy, yields))
             if self.open and not self._blocked:
                 self._write()
         return number
@@ -163,16 +197,18 @@ class Connection:
         """
         with self._sending:
             self._ready = deque(memoryview(bytes(piece)) for piece in self._ready)
-            if self._begun is not None and self._begun.epoch <= epoch:
-                self._prepare([wire.VOID])
-                self._ends.append(self._prepared)
-                self._begun = self._timed = None
-            kept = deque(each for each in self._queue if each.epoch > epoch)
-            self.written += len(self._queue) - len(kept)
-            self._queue = kept
+            for begun in (self._begun, self._interrupted):
+                if begun is not None and begun.epoch <= epoch:
+                    begun.give_up()
+                    if self._timed is not None and self._timed[0] == begun.number:
+                        self._timed = None
+            self._left.difference_update(each.number for each in (*self._queue, *self._yielding) if each.epoch <= epoch)
+            self._queue, self._yielding = (
+                deque(each for each in frames if each.epoch > epoch) for frames in (self._queue, self._yielding)
+            )
 
     def _write(self) -> None:
-        blocked = False
+        blocked, most = False, self._taken + _WRITE_AT_MOST
         while not (self.ended or blocked) and self._prepare_some():
             some = [self._ready[index] for index in range(min(len(self._ready), _PIECES))]
             try:
@@ -185,41 +221,67 @@ class Connection:
                 logger.info("writing to %s failed: %s", self.member, error)
                 self._failure = self._failure or error.with_traceback(None)  # whose frames keep what was sent
                 sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
-                self._ready.clear()
-                self._queue.clear()
-                self._begun = None
+                self._forget()
                 break
             self._note_taken(count)
+            blocked = self._taken >= most  # the loop goes on
         if blocked != self._blocked:
             self._blocked = blocked
             self._watch(self)
+
+    def _forget(self) -> None:
+        """Nothing goes out any more."""
+        for frames in (self._ready, self._queue, self._yielding):
+            frames.clear()
+        self._begun = self._interrupted = None
 
     def _prepare_some(self) -> bool:
         """Have enough ready for one call of the kernel; whether there is anything."""
         carried = False  # a segment that the other end can take as soon as it has the mark
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
-            if self._begun is None:
-                if not self._queue or not _complete(self._queue[0].copy):
-                    break
-                self._begun = self._queue.popleft()
-                self._begin_timing(self._begun.segments)
-                self._prepare(self._begun.segments.popleft())
-            else:
-                segment = self._begun.segments.popleft()
+            self._begin_next()
+            frame = self._begun
+            if frame is None:
+                break
+            if frame.segments:
+                segment = frame.segments.popleft()
                 size = sum(piece.nbytes for piece in segment)
-                carried = self._prepare(self.sharing.sender(size).send(segment)) <= size
-            if not self._begun.segments:
-                self._ends.append(self._prepared)
-                self._begun = None
-                if self._timed is not None and self._timed_end is None:
-                    self._timed_end = self._prepared
+                pieces = segment if frame.void else self.sharing.sender(size).send(segment)
+                carried = self._prepare(pieces) <= size and not frame.void
+            if not frame.segments:
+                self._ends.append((self._prepared, frame.number))
+                self._begun, self._interrupted = self._interrupted, None
         return bool(self._ready)
 
-    def _begin_timing(self, segments: wire.Segments) -> None:
+    def _begin_next(self) -> None:
+        """Begin a frame if none is, or one that the one that is lets pass."""
+        before = self._begun
+        if before is not None and (before.void or not before.yields):
+            return
+        frame = self._next()
+        if frame is None:
+            return
+        if before is not None:
+            self._interrupted = before
+            self._prepare([wire.BETWEEN])
+        self._begun = frame
         if self._timed is None:
-            size = sum(piece.nbytes for segment in segments for piece in segment)
+            size = sum(piece.nbytes for segment in frame.segments for piece in segment)
             if size >= _TIMED:
-                self._timed, self._timed_end = (size, time.monotonic()), None
+                self._timed = frame.number, size, time.monotonic()
+        self._prepare(frame.segments.popleft())
+
+    def _next(self) -> _Outgoing | None:
+        """The frame that may begin now, whose data are in host memory."""
+        first = self._queue[0] if self._queue else None
+        if first is not None and first.complete():
+            return self._queue.popleft()
+        if self._begun is not None or not self._yielding:
+            return None
+        second = self._yielding[0]
+        if second.complete() and (first is None or second.number < first.number):
+            return self._yielding.popleft()
+        return None
 
     def _prepare(self, pieces: list[memoryview]) -> int:
         self._ready.extend(pieces)
@@ -229,12 +291,12 @@ class Connection:
 
     def _note_taken(self, count: int) -> None:
         self._taken += count
-        while self._ends and self._ends[0] <= self._taken:
-            self._ends.popleft()
-            self.written += 1
-        if self._timed is not None and self._timed_end is not None and self._timed_end <= self._taken:
-            size, since = self._timed
-            self.rate, self._timed = size / max(time.monotonic() - since, 1e-6), None
+        while self._ends and self._ends[0][0] <= self._taken:
+            number = self._ends.popleft()[1]
+            self._left.discard(number)
+            if self._timed is not None and self._timed[0] == number:
+                _, size, since = self._timed
+                self.rate, self._timed = size / max(time.monotonic() - since, 1e-6), None
         while count:
             piece = self._ready.popleft()
             if count < piece.nbytes:
@@ -286,11 +348,17 @@ class Connection:
         """Memory to be filled with what arrives next."""
         block, mark = memoryview(bytearray(wire.HEAD)), memoryview(bytearray(1))
         while True:
-            yield block
-            yield from self._frame(wire.decode_head(block), mark)
+            yield from self._frame(block, mark)
 
-    def _frame(self, head: wire.FrameHead, mark: memoryview) -> Generator[memoryview, None, None]:
-        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken."""
+    def _frame(self, block: memoryview, mark: memoryview, between: bool = False) -> Generator[memoryview, None, None]:
+        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken.
+
+        Args:
+            block, mark: memory for these.
+            between: it comes between two segments of another one.
+        """
+        yield block
+        head = wire.decode_head(block)
         meta = head.meta
         if head.extension:
             extension = bytearray(head.extension)
@@ -299,6 +367,9 @@ class Connection:
         key, tensors = wire.decode_meta(head, meta)
         for segment in wire.segments([wire.view(tensor.data) for tensor in tensors]):
             yield mark
+            while mark == wire.BETWEEN and not between:
+                yield from self._frame(block, mark, between=True)
+                yield mark
             if mark == wire.VOID:
                 break
             yield from self._receive(mark[0], segment)
@@ -330,11 +401,5 @@ class Connection:
         with self._sending:
             self.ended = True
             self.socket.close()
-            self._ready.clear()
-            self._queue.clear()
-            self._begun = None
+            self._forget()
             self.sharing.end()
-
-
-def _complete(copy: Copy | None) -> bool:
-    return copy is None or copy.reached()

@@ -43,7 +43,7 @@ class Ticket(NamedTuple):
     @property
     def written(self) -> bool:
         """Whether its memory may be changed."""
-        return self.connection.written >= self.number
+        return self.connection.has_written(self.number)
 
 
 class Links:
@@ -158,17 +158,22 @@ class Links:
             found = self._inbox[key] = deque(found, newest)
         return found
 
-    def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload | wire.Staged) -> Ticket:
+    def send(
+        self, member: str, key: bytes, sequence: int, payload: wire.Payload | wire.Staged, yields: bool = False
+    ) -> Ticket:
         """Send a message to another member; returns at once.
+
+        Args:
+            yields: it lets later ones pass that do not; see :meth:`.connection.Connection.send`.
 
         Raises:
             EpochChanged, PeerLost: the epoch, or the connection, has ended.
             TypeError: ``payload`` cannot be sent.
         """
         copy = payload.copy if isinstance(payload, wire.Staged) else None
-        return self._send(member, wire.encode(key, sequence, payload, self.number), copy)
+        return self._send(member, wire.encode(key, sequence, payload, self.number), copy, yields)
 
-    def _send(self, member: str, frame: wire.Segments, copy: Copy | None = None) -> Ticket:
+    def _send(self, member: str, frame: wire.Segments, copy: Copy | None = None, yields: bool = False) -> Ticket:
         self.life.check("send")
         self._check(member)
         try:
@@ -180,7 +185,7 @@ class Links:
             raise
         if copy is not None:
             self._hub.flush_after(copy, connection)
-        return Ticket(connection, connection.send(self.number, frame, copy))
+        return Ticket(connection, connection.send(self.number, frame, copy, yields))
 
     def _check(self, member: str) -> None:
         """Raise why nothing more will come from ``member``, if so."""
@@ -290,7 +295,7 @@ class Links:
             if connection is not None and connection.sent > connection.asked:
                 self._check(member)
                 sent = connection.sent + 1
-                self._send(member, wire.control(wire.FLUSH, sent, self.number))
+                self._send(member, wire.control(wire.FLUSH, sent, self.number), yields=True)  # it passes nothing
                 connection.asked = sent  # not before: the next epoch would wait for the answer
             if connection is not None and connection.asked > connection.confirmed:
                 unsure.append((member, connection, connection.asked))

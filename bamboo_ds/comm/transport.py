@@ -36,6 +36,7 @@ class Lane:
         destination: member that receives; equal to ``source`` for a mailbox.
         name: for messages, e.g. ``"act (0,1)->(0,2)"``.
         newest: so many messages that have arrived are kept, and older ones dropped; ``None``: all.
+        yields: its messages let those of other lanes to the same member pass.
     """
 
     tag: int
@@ -43,6 +44,7 @@ class Lane:
     destination: str
     name: str
     newest: int | None = None
+    yields: bool = False
 
 
 class Transport:
@@ -120,7 +122,7 @@ class Transport:
             return kept
         if not isinstance(payload, Staged):
             payload = wire.staged(payload) or payload
-        self._links.send(lane.destination, self._key(lane), sequence, payload)
+        self._links.send(lane.destination, self._key(lane), sequence, payload, lane.yields)
         return payload
 
     def put_aside(self, payload: Payload | Staged) -> Payload | Staged:

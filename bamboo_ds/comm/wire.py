@@ -7,9 +7,9 @@ A frame is a block of :data:`HEAD` bytes, an extension if the block does not hol
     [key and words as an extension, where they do not fit]
     the bytes of all tensors in segments of :data:`SEGMENT`, the last one shorter, with a mark (1 byte) before each
 
-A mark says that the segment's bytes follow, that another carrier has them (:mod:`.carriers`), or that the frame ends
-here and is void. So what an ended epoch has left to send is given up in the middle, and the connection goes on with the
-next frame. Numbers are little-endian.
+A mark says that the segment's bytes follow, that another carrier has them (:mod:`.carriers`), that another frame comes
+in between, and then a mark again, or that the frame ends here and is void. So a large frame lets small ones pass, and
+what an ended epoch has left to send is given up in the middle. Numbers are little-endian.
 """
 
 from __future__ import annotations
@@ -37,8 +37,9 @@ _MAX_META = 1 << 28
 _ALIGNMENT = 64
 #: Bytes of data between two marks.
 SEGMENT = 1 << 19
-#: Marks: the frame ends here and is void; the segment follows. All others are another carrier's.
-VOID, HERE = memoryview(b"\0"), memoryview(b"\1")
+#: Marks: the frame ends here and is void; the segment follows; another frame does, which no other comes between. All
+#: others are another carrier's.
+VOID, HERE, BETWEEN = memoryview(b"\0"), memoryview(b"\1"), memoryview(b"\xff")
 
 #: Kinds of frames: data for a key; "answer when you have read everything before this"; the answer; "I have left this
 #: epoch and all before it", and with a sequence: "it is over"; what concerns memory that both ends share.

@@ -50,6 +50,9 @@ class Stream(IntEnum):
     SUMS = 16
 
 
+#: Large, and no pass waits for them: what passes wait for goes first between two members.
+_YIELDING = frozenset({Stream.REPLICA, Stream.STATE, Stream.SHARD, Stream.SUMS})
+
 #: So many of the newest sums are kept: of which ones the neighbours have all gradients is known at a loss.
 NEWEST_SUMS = 2
 
@@ -143,7 +146,7 @@ class Lanes:
         lanes = self._lanes.setdefault((stream, role), [])
         if (source, destination) not in [(lane.source, lane.destination) for lane in lanes]:
             name = f"{stream.name.lower()} {role} from {source} to {destination}"
-            lanes.append(Lane(self._count, source, destination, name, newest))
+            lanes.append(Lane(self._count, source, destination, name, newest, stream in _YIELDING))
             self._count += 1
 
     def __iter__(self) -> Iterator[tuple[Stream, Role, Lane]]:
