@@ -123,30 +123,35 @@ def test_what_a_pass_waits_for_waits_behind_no_sum(ends: Ends) -> None:
 
 
 class Late:
-    """A copy to host memory that is complete when told to be."""
+    """A copy to host memory of which so many bytes are there, and all when told."""
 
-    def __init__(self) -> None:
-        self.over = False
+    def __init__(self, there: int) -> None:
+        self.over, self.there = False, there
 
-    def reached(self) -> bool:
-        return self.over
+    def reached(self, end: int) -> bool:
+        return self.over or end <= self.there
 
 
 @settings(deadline=None, max_examples=200)
 @given(
     frames=st.lists(
-        st.tuples(st.booleans(), st.booleans(), st.integers(0, 3 * SEGMENT), st.integers(0, 400)),
+        st.tuples(
+            st.booleans(),
+            st.sampled_from((None, 0, SEGMENT, 2 * SEGMENT)),
+            st.integers(0, 3 * SEGMENT),
+            st.integers(0, 400),
+        ),
         min_size=2,
         max_size=9,
     ),
     ready=st.sampled_from((1, READY, 1 << 20)),
     left=st.one_of(st.none(), st.integers(0, 8)),
 )
-def test_who_lets_whom_pass(frames: list[tuple[bool, bool, int, int]], ready: int, left: int | None) -> None:
+def test_who_lets_whom_pass(frames: list[tuple[bool, int | None, int, int]], ready: int, left: int | None) -> None:
     """Frames arrive whole. Those that do not yield keep their order, as do the others, which pass nobody.
 
-    Each is a kind, whether it comes from a device, a size, and how much the kernel takes then. An epoch ends before the
-    frame of number ``left``, and of what came before it nothing is begun any more.
+    Each is a kind, how much of it a device has copied to the host, if it comes from one, a size, and how much the
+    kernel takes then. An epoch ends before the frame of number ``left``.
     """
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(wire, "SEGMENT", SEGMENT)
@@ -156,7 +161,7 @@ def test_who_lets_whom_pass(frames: list[tuple[bool, bool, int, int]], ready: in
             epoch = 1 if left is None or number < left else 2
             if number == left:
                 ends.sender.give_up(1)
-            copy: Any = Late() if late else None
+            copy: Any = None if late is None else Late(late)
             copies.append(copy)
             ends.narrow.takes = takes
             ends.sender.send(epoch, wire.encode(b"key", number, filled(size), epoch), copy, yields)
@@ -164,7 +169,8 @@ def test_who_lets_whom_pass(frames: list[tuple[bool, bool, int, int]], ready: in
         ends.narrow.takes = None
         ends.sender.flush()
         ends.receiver.read()
-        assert not any(frames[number][1] for _, _, number, _ in ends.got), "these are not in host memory"
+        there = [(frames[number][1], frames[number][2]) for _, _, number, _ in ends.got]
+        assert all(late is None or size <= late for late, size in there), "these are not in host memory"
         for copy in filter(None, copies):
             copy.over = True
             ends.sender.flush()
@@ -182,6 +188,20 @@ def test_who_lets_whom_pass(frames: list[tuple[bool, bool, int, int]], ready: in
         for place, number in enumerate(got):
             assert not frames[number][0] or all(earlier in got[:place] for earlier in got if earlier < number)
         ends.close()
+
+
+def test_what_a_device_never_copies_is_given_up(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also in the middle: the next epoch waits for no device."""
+    monkeypatch.setattr(wire, "SEGMENT", SEGMENT)
+    copy: Any = Late(SEGMENT)
+    ends.sender.send(1, wire.encode(b"key", 1, filled(2 * SEGMENT), 1), copy)
+    ends.send(1, 2, None)
+    ends.receiver.read()
+    assert ends.narrow.taken == wire.HEAD + 1 + SEGMENT and not ends.got
+    ends.sender.give_up(1)
+    ends.send(2, 3, None)
+    ends.pump()
+    assert [found[2] for found in ends.got] == [3]
 
 
 def test_no_frame_comes_between_two_parts_of_one_that_does() -> None:

@@ -99,6 +99,34 @@ assert far_device.counts()["lost"] > 0
     )
 
 
+def test_threads_that_wait_for_the_device_sleep() -> None:
+    """And a message of several chunks has a mark for each, so that it goes out while it comes from the device."""
+    on_the_device(
+        """
+import threading
+from bamboo_ds.comm import wire
+from bamboo_ds.devices import staging
+from bamboo_ds.devices.streams import use_accelerator
+from deepspeed.accelerator import get_accelerator
+use_accelerator()
+found = staging.current()
+sent = torch.arange(1 << 22, dtype=torch.int32, device="far")
+payload = wire.staged((sent, torch.ones(5), sent[:7]))
+assert len(payload.copy.marks) == 9
+waiter, done = staging.Waiter(), threading.Event()
+for mark in payload.copy.marks:
+    waiter.when(mark, lambda: done.set() if payload.copy.reached() else None)
+assert done.wait(30)
+back = payload.payload()
+assert torch.equal(back[0].cpu(), sent.cpu()) and back[1].tolist() == [1.0] * 5 and back[2].tolist() == list(range(7))
+begin, end = found.streams.mark(), found.streams.mark()
+end.synchronize()
+assert get_accelerator().spinning == 0
+""",
+        seed=1,
+    )
+
+
 # -- jobs ------------------------------------------------------------------------------------------------------
 SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 21))]
 

@@ -60,21 +60,27 @@ class _Outgoing:
 
     Attributes:
         number: of the connection's frames.
+        head, segments: see :mod:`.wire`.
         copy: brings its data to host memory.
         yields: later frames that do not may go first.
+        done: bytes of its data that are ready.
         void: it ends with its next mark.
     """
 
     number: int
     epoch: int
+    head: list[memoryview]
     segments: wire.Segments
     copy: Copy | None
     yields: bool
+    done: int = 0
     void: bool = False
 
     def complete(self) -> bool:
-        """Whether all that it carries is in host memory."""
-        return self.copy is None or self.copy.reached()
+        """Whether its next segment is in host memory."""
+        if self.copy is None or self.void or not self.segments:
+            return True
+        return self.copy.reached(self.done + _size(self.segments[0]))
 
     def give_up(self) -> None:
         """Send no more of its data."""
@@ -170,8 +176,8 @@ class Connection:
         """Send a frame as far as the kernel takes it now, and keep the rest; returns its number.
 
         Args:
-            copy: brings its data to host memory. Until that is complete nothing goes out of it, nor of later frames;
-                then the caller sees to a :meth:`flush`.
+            copy: brings its data to host memory. What is not there yet does not go out, nor do later frames; the caller
+                sees to a :meth:`flush` at each of its marks.
             yields: later frames that do not yield go first, also between two of its segments. It never passes others.
         """
         with self._sending:
@@ -179,7 +185,7 @@ class Connection:
             number = self.sent
             self._left.add(number)
             if not self.ended:
-                (self._yielding if yields else self._queue).append(_Outgoing(number, epoch, frame, copy, yields))
+                (self._yielding if yields else self._queue).append(_Outgoing(number, epoch, frame.popleft(), frame, copy, yields))
             if self.open and not self._blocked:
                 self._write()
         return number
@@ -241,13 +247,14 @@ class Connection:
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             self._begin_next()
             frame = self._begun
-            if frame is None:
+            if frame is None or not frame.complete():
                 break
             if frame.segments:
                 segment = frame.segments.popleft()
-                size = sum(piece.nbytes for piece in segment)
+                size = _size(segment)
                 pieces = segment if frame.void else self.sharing.sender(size).send(segment)
                 carried = self._prepare(pieces) <= size and not frame.void
+                frame.done += size
             if not frame.segments:
                 self._ends.append((self._prepared, frame.number))
                 self._begun, self._interrupted = self._interrupted, None
@@ -266,10 +273,10 @@ class Connection:
             self._prepare([wire.BETWEEN])
         self._begun = frame
         if self._timed is None:
-            size = sum(piece.nbytes for segment in frame.segments for piece in segment)
+            size = _size(frame.head) + sum(map(_size, frame.segments))
             if size >= _TIMED:
                 self._timed = frame.number, size, time.monotonic()
-        self._prepare(frame.segments.popleft())
+        self._prepare(frame.head)
 
     def _next(self) -> _Outgoing | None:
         """The frame that may begin now, whose data are in host memory."""
@@ -285,7 +292,7 @@ class Connection:
 
     def _prepare(self, pieces: list[memoryview]) -> int:
         self._ready.extend(pieces)
-        size = sum(piece.nbytes for piece in pieces)
+        size = _size(pieces)
         self._prepared += size
         return size
 
@@ -380,7 +387,7 @@ class Connection:
         carrier = self.sharing.receiver(mark)
         left = carrier.receive(mark, segment)
         if not left:
-            self._budget -= sum(piece.nbytes for piece in segment)
+            self._budget -= _size(segment)
         return left
 
     def _take(self, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
@@ -403,3 +410,7 @@ class Connection:
             self.socket.close()
             self._forget()
             self.sharing.end()
+
+
+def _size(pieces: Iterable[memoryview]) -> int:
+    return sum(piece.nbytes for piece in pieces)

@@ -262,8 +262,9 @@ class Hub:
             self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:
-        """Have ``connection`` go on once ``copy`` is complete."""
-        self._marks.when(copy.mark, partial(self._flush, connection))
+        """Have ``connection`` go on at each mark of ``copy``."""
+        for mark in copy.marks:
+            self._marks.when(mark, partial(self._flush, connection))
 
     def notify_at(self, mark: StreamMark) -> None:
         """Have those that wait look again once ``mark`` is reached."""

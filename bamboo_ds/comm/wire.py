@@ -19,6 +19,7 @@ import weakref
 from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -279,7 +280,8 @@ def staged(payload: Payload) -> Staged | None:
     there = [found.streams.carries(tensor) for tensor in tensors]
     if not any(there):
         return None
-    targets, copy = found.out([_flat(tensor) for tensor, far in zip(tensors, there, strict=True) if far])
+    begins = accumulate((tensor.nbytes for tensor in tensors), initial=0)
+    targets, copy = found.out([(begin, _flat(t)) for begin, t, far in zip(begins, tensors, there, strict=False) if far])
     copies = iter(targets)
     parts = [
         WireTensor(next(copies) if far else _flat(tensor).clone(), tensor.dtype, tuple(tensor.shape), far)

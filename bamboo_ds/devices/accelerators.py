@@ -86,6 +86,20 @@ def page_locked(nbytes: int) -> torch.Tensor:
     return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)  # before that, DeepSpeed could only copy into it
 
 
+def event(**options: bool) -> Any:
+    """An event of the device. A thread that waits for it sleeps meanwhile, where the device's events can do that."""
+    return accelerator().Event(**options, **({"blocking": True} if _events_sleep() else {}))
+
+
+@cache
+def _events_sleep() -> bool:
+    try:
+        accelerator().Event(blocking=True)
+    except TypeError:  # torch's own for XPUs have no such option
+        return False
+    return True
+
+
 def release_page_locked() -> None:
     """Give back what torch's allocator keeps of page-locked memory that is not in use any more."""
     if accelerator().device_name() not in _CACHING:

@@ -20,7 +20,7 @@ import logging
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -74,17 +74,35 @@ class Streams(Protocol):
         """Between two of these that are reached."""
 
 
+#: Bytes that are copied to the host by one call, if that makes no more than so many calls.
+_CHUNK, _CHUNKS = 1 << 21, 64
+
+
 class Copy:
-    """Copies that are under way, up to ``mark``; ``kept`` has to be there until then."""
+    """Copies that are under way, in the order of their ``marks``; ``kept`` has to be there until the last one.
 
-    def __init__(self, mark: StreamMark, kept: Any) -> None:
-        self.mark, self._kept = mark, kept
+    Args:
+        marks: with where in a message what comes by each of them begins, in bytes.
+    """
 
-    def reached(self) -> bool:
-        """Whether they are complete; what was kept for them is let go then."""
-        if self._kept is not None and self.mark.query():
+    def __init__(self, marks: Sequence[tuple[int, StreamMark]], kept: Any) -> None:
+        self.marks = [mark for _, mark in marks]
+        self._begins, self._through, self._kept = [begin for begin, _ in marks], 0, kept
+
+    def reached(self, end: int | None = None) -> bool:
+        """Whether those of a message's first ``end`` bytes are complete, or all; then what was kept is let go.
+
+        For any thread.
+        """
+        through = self._through
+        while through < len(self.marks) and (end is None or self._begins[through] < end):
+            if not self.marks[through].query():
+                return False
+            through += 1
+        self._through = through
+        if through == len(self.marks):
             self._kept = None
-        return self._kept is None
+        return True
 
 
 class Staging:
@@ -96,10 +114,18 @@ class Staging:
         self._leaving: deque[Copy] = deque()
         self._arriving: deque[Copy] = deque()
 
-    def out(self, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], Copy]:
-        """Begin to copy flat bytes to the host."""
-        targets = [self.streams.memory(source.numel()) for source in sources]
-        copy = Copy(self.streams.copy_out(sources, targets), (sources, targets))
+    def out(self, sources: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[torch.Tensor], Copy]:
+        """Begin to copy flat bytes to the host, a chunk at a time, so that the first ones are there soon.
+
+        Args:
+            sources: each with where in a message it begins.
+        """
+        targets = [self.streams.memory(source.numel()) for _, source in sources]
+        marks, kept = [], []
+        for begin, parts, into in [*_chunks(sources, targets)] or [(0, [], [])]:
+            marks.append((begin, self.streams.copy_out(parts, into)))
+            kept.append((parts, into))
+        copy = Copy(marks, (sources, targets, kept))
         _keep(copy, self._leaving)
         return targets, copy
 
@@ -109,8 +135,8 @@ class Staging:
         Args:
             after: brings them to the host.
         """
-        found, mark = self.streams.copy_in(sources, None if after is None else after.mark)
-        _keep(Copy(mark, sources), self._arriving)
+        found, mark = self.streams.copy_in(sources, None if after is None else after.marks[-1])
+        _keep(Copy([(0, mark)], sources), self._arriving)
         self.streams.order(mark)
         return found
 
@@ -127,6 +153,26 @@ def use(streams: Streams | None) -> None:
 def current() -> Staging | None:
     """By what tensors go and come, if this process has a device."""
     return _staging
+
+
+def _chunks(
+    sources: Sequence[tuple[int, torch.Tensor]], targets: Sequence[torch.Tensor]
+) -> Iterator[tuple[int, list[torch.Tensor], list[torch.Tensor]]]:
+    """Parts of ``sources`` and ``targets`` that are copied by one call, with where the first one begins."""
+    size = max(_CHUNK, sum(source.numel() for _, source in sources) // _CHUNKS)
+    begins: list[int] = []
+    parts: list[torch.Tensor] = []
+    into: list[torch.Tensor] = []
+    for (begin, source), target in zip(sources, targets, strict=True):
+        for first in range(0, source.numel(), size):
+            begins.append(begin + first)
+            parts.append(source[first : first + size])
+            into.append(target[first : first + size])
+            if sum(part.numel() for part in parts) >= size:
+                yield begins[0], parts, into
+                begins, parts, into = [], [], []
+    if parts:
+        yield begins[0], parts, into
 
 
 def _keep(copy: Copy, under_way: deque[Copy]) -> None:

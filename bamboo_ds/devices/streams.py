@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from . import staging
-from .accelerators import HOST, accelerator, page_locked
+from .accelerators import HOST, accelerator, event, page_locked
 from .staging import StreamMark
 
 
@@ -61,8 +61,8 @@ class AcceleratorStreams:
         return float(begin.elapsed_time(end)) / 1000
 
     def _mark(self, stream: Any, **options: bool) -> StreamMark:
-        event: StreamMark = stream.record_event(self._accelerator.Event(**options))
-        return event
+        mark: StreamMark = stream.record_event(event(**options))
+        return mark
 
 
 def use_accelerator() -> None:

@@ -64,7 +64,13 @@ def _compile(made: Path) -> None:
 
 
 class FarAccelerator(CPU_Accelerator):
-    """DeepSpeed's accelerator of that device."""
+    """DeepSpeed's accelerator of that device.
+
+    Attributes:
+        spinning: events that a thread would keep a processor busy to wait for.
+    """
+
+    spinning = 0
 
     def __init__(self) -> None:
         super().__init__()
@@ -103,7 +109,8 @@ class FarAccelerator(CPU_Accelerator):
     def Stream(self, *args: Any, **kwargs: Any) -> torch.Stream:  # type: ignore[override]
         return torch.Stream(device=self.current_device_name())
 
-    def Event(self, enable_timing: bool = False, **kwargs: Any) -> torch.Event:  # type: ignore[override]
+    def Event(self, enable_timing: bool = False, blocking: bool = False) -> torch.Event:  # type: ignore[override]
+        self.spinning += not blocking
         return torch.Event(device=self.current_device_name(), enable_timing=enable_timing)
 
     def stream(self, stream: torch.Stream) -> Any:
