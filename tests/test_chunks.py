@@ -56,7 +56,8 @@ check(torch.optim.AdamW, foreach=False)
 check(torch.optim.SGD)
 check(torch.optim.SGD, momentum=0.9, nesterov=True)
 check(torch.optim.Adagrad, initial_accumulator_value=0.1)
-assert far_device.counts()["lost"] == 0 and far_device.counts()["late"] > 0
+counts = far_device.counts()
+assert counts["lost"] == counts["pageable"] == 0 and counts["late"] > 0
 """
 
 
@@ -64,6 +65,37 @@ assert far_device.counts()["lost"] == 0 and far_device.counts()["late"] > 0
 @pytest.mark.skipif(far_device.compiler() is None, reason="there is no C++ compiler")
 def test_a_step_in_chunks_has_the_bits_of_one_on_the_device() -> None:
     on_the_device(STEPS, seed=5)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(far_device.compiler() is None, reason="there is no C++ compiler")
+def test_chunks_share_a_few_slabs() -> None:
+    """However large a stage is. A chunk that cannot be copied ends the step."""
+    on_the_device(
+        """
+from bamboo_ds.devices import accelerators, streams
+from bamboo_ds.engine.stage import chunks
+made = []
+streams.page_locked = lambda size: made.append(size) or accelerators.page_locked(size)
+streams.use_accelerator()
+parameter = torch.nn.Parameter(torch.randn(400000))
+optimizer = torch.optim.Adam([parameter])
+step = chunks.ChunkedStep(optimizer, chunk=10000)
+for _ in range(2):
+    made.clear()
+    parameter.grad = torch.ones_like(parameter)
+    step()
+    assert 3 <= len(made) <= 6, made
+
+def fail(sources, targets, after=None):
+    raise RuntimeError("nothing is copied")
+
+chunks._copy = fail
+with pytest.raises(RuntimeError, match="nothing is copied"):
+    step()
+""",
+        seed=5,
+    )
 
 
 def test_other_optimizers_are_not_stepped_in_chunks() -> None:

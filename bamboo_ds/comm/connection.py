@@ -185,7 +185,9 @@ class Connection:
             number = self.sent
             self._left.add(number)
             if not self.ended:
-                (self._yielding if yields else self._queue).append(_Outgoing(number, epoch, frame.popleft(), frame, copy, yields))
+                (self._yielding if yields else self._queue).append(
+                    _Outgoing(number, epoch, frame.popleft(), frame, copy, yields)
+                )
             if self.open and not self._blocked:
                 self._write()
         return number

@@ -301,7 +301,7 @@ void by_the_host(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
 
 // -- streams ----------------------------------------------------------------------------------------------
 
-std::atomic<int64_t> late_seed{-1}, late{0}, lost{0};
+std::atomic<int64_t> late_seed{-1}, late{0}, lost{0}, pageable{0};
 constexpr double LATE_S = 0.003;
 
 // The end of what a stream has been told so far.
@@ -528,6 +528,8 @@ Tensor copy_from(const Tensor& source, const Tensor& target, bool non_blocking) 
   if (into.numel() > 0)
     into.copy_(noise.view(into.scalar_type()).view(into.sizes()));
   late++;
+  if (is_far(source) != is_far(target) && !is_page_locked((is_far(source) ? target : source).const_data_ptr()))
+    pageable += into.nbytes(); // a device would make the thread wait for these
   Place begin(source), end(target);
   auto& mine = queue(current);
   mine.put([begin, end, &mine] {
@@ -661,7 +663,7 @@ int64_t installed = [] {
 // -- what tests ask ---------------------------------------------------------------------------------------
 
 std::vector<int64_t> counts() {
-  return {late, lost, waits, loads, allocated, peak, limit};
+  return {late, lost, waits, loads, allocated, peak, limit, pageable};
 }
 
 TORCH_LIBRARY(far, m) {

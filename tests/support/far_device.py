@@ -271,8 +271,8 @@ def install_in_job() -> None:
 
 def counts() -> dict[str, int]:
     """Copies that were late, and those of them that were lost; how often the host has waited for what it computes, and
-    for copies to it; bytes."""
-    names = ("late", "lost", "waits", "loads", "allocated", "peak", "limit")
+    for copies to it; bytes, the last ones of late copies from or to memory that is not page-locked."""
+    names = ("late", "lost", "waits", "loads", "allocated", "peak", "limit", "pageable")
     return dict(zip(names, torch.ops.far.counts(), strict=True))
 
 

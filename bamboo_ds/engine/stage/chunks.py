@@ -2,20 +2,24 @@
 
 ::
 
-    host      parameters, gradients, state
-    in-stream    chunk 1   chunk 2   chunk 3
-    device                 step 1    step 2    step 3
-    out-stream                       chunk 1   chunk 2   chunk 3
+    host memory, to page-locked    chunk 1   chunk 2   chunk 3
+    in-stream, to the device                 chunk 1   chunk 2   chunk 3
+    device                                   step 1    step 2    step 3
+    out-stream, to page-locked                         chunk 1   chunk 2   chunk 3
+    page-locked, to host memory                                  chunk 1   chunk 2   chunk 3
 
-The step of each chunk is the optimizer's own, on tensors of the device: kernels of the host would round otherwise. That
-gives the bits of one step where each element is computed by itself (:data:`~bamboo_ds.topology.memory.ELEMENTWISE`).
+Copies between a device and ordinary memory are slow, and the thread that asks for them waits. So threads bring a chunk
+to page-locked memory while the one before is stepped, and from there back. The step of each chunk is the optimizer's
+own, on tensors of the device: kernels of the host would round otherwise. That gives the bits of one step where each
+element is computed by itself (:data:`~bamboo_ds.topology.memory.ELEMENTWISE`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -32,6 +36,8 @@ from ...topology.memory import ELEMENTWISE
 CHUNK = 1 << 21
 #: Chunks that take memory of the device at the same time.
 _UNDER_WAY = 2
+#: Bytes, of tensors in page-locked memory.
+_ALIGNMENT = 512
 
 _HOOKS = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
 _ALL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
@@ -97,6 +103,65 @@ def _is_like(parameter: torch.Tensor, name: str, value: Any) -> bool:
     return name != "step" and torch.is_tensor(value) and value.shape == parameter.shape
 
 
+class _Slabs:
+    """Page-locked memory of one step, which its chunks use one after the other."""
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._free: list[torch.Tensor] = []
+
+    def take(self, tensors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """A slab, and places in it like ``tensors``, with any content."""
+        size = sum(_aligned(tensor.nbytes) for tensor in tensors)
+        slab = next((free for free in self._free if free.numel() >= size), None)
+        if slab is None:
+            slab = self._streams.memory(size)
+        else:
+            self._free = [free for free in self._free if free is not slab]
+        places, begin = [], 0
+        for tensor in tensors:
+            like = torch.empty_like(tensor, device="meta")
+            place = slab[begin : begin + tensor.nbytes].view(like.dtype)
+            places.append(place.as_strided(like.size(), like.stride(), place.storage_offset()))
+            begin += _aligned(tensor.nbytes)
+        return slab, places
+
+    def give_back(self, slab: torch.Tensor) -> None:
+        """Nobody uses it any more."""
+        self._free.append(slab)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // _ALIGNMENT) * _ALIGNMENT
+
+
+def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], after: StreamMark | None = None) -> None:
+    """On a thread of its own: copy within the host, after ``after``."""
+    if after is not None:
+        after.synchronize()
+    with torch.no_grad():
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+
+@dataclass(frozen=True, eq=False)
+class _Chunk:
+    """What is stepped together, on its way to page-locked memory.
+
+    Attributes:
+        pieces: of parameters.
+        hosts: what of each goes to the device.
+        slab, places: where it is copied to.
+        copied: when that is over.
+    """
+
+    pieces: list[_Piece]
+    hosts: list[dict[str, torch.Tensor]]
+    slab: torch.Tensor
+    places: list[torch.Tensor]
+    copied: Future[None]
+
+
 @dataclass(eq=False)
 class ChunkedStep:
     """The ``step`` of ``optimizer``, whose tensors are in host memory, on this process's device.
@@ -109,32 +174,53 @@ class ChunkedStep:
     optimizer: torch.optim.Optimizer
     chunk: int = CHUNK
     _streams: Streams = field(init=False)
-    #: Copies to the host that are under way, with what has to be there until their marks.
-    _leaving: deque[tuple[StreamMark, Any]] = field(default_factory=deque, init=False)
+    _slabs: _Slabs = field(init=False)
+    _threads: ThreadPoolExecutor = field(init=False)
+    #: Copies to the host that are under way, with their slab, and what has to be there until they are over.
+    _leaving: deque[tuple[Future[None], torch.Tensor, Any]] = field(default_factory=deque, init=False)
 
     def __post_init__(self) -> None:
         found = staging.current()
         assert found is not None, "host memory has no chunks"
         self._streams = found.streams
 
-    @torch.no_grad()
     def __call__(self) -> None:
         """Take the step."""
+        self._slabs = _Slabs(self._streams)
+        with ThreadPoolExecutor(_UNDER_WAY + 1, "bamboo-chunks") as self._threads:
+            self._take()
+
+    @torch.no_grad()
+    def _take(self) -> None:
         twin = type(self.optimizer).__new__(type(self.optimizer))
         # But for a step that a scheduler has marked, or that is this one: they are bound to the original.
         vars(twin).update({name: value for name, value in vars(self.optimizer).items() if name != "step"})
         for group in self.optimizer.param_groups:
             before = {name: value for name, value in group.items() if name != "params"}
             counts: dict[torch.Tensor, dict[str, Any]] = defaultdict(dict)
-            for pieces in self._chunks(group["params"]):
+            for chunk in self._ahead(group["params"]):
                 twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(before), "params": []}]
-                self._step(twin, pieces, counts)
+                self._step(twin, chunk, counts)
                 group.update({name: value for name, value in twin.param_groups[0].items() if name != "params"})
             for parameter, found in counts.items():
                 self.optimizer.state[parameter].update(found)
         self._await(0)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # as that would, else torch's schedulers warn
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
+
+    def _ahead(self, parameters: list[torch.Tensor]) -> Iterator[_Chunk]:
+        """The chunks of a group, each while the next one is copied."""
+        before = None
+        for pieces in self._chunks(parameters):
+            hosts = [piece.tensors() for piece in pieces]
+            sources = [tensor for each in hosts for tensor in each.values()]
+            slab, places = self._slabs.take(sources)
+            chunk = _Chunk(pieces, hosts, slab, places, self._threads.submit(_copy, sources, places))
+            if before is not None:
+                yield before
+            before = chunk
+        if before is not None:
+            yield before
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
         """What is stepped together; one without pieces where a group has nothing to step, but may count."""
@@ -157,21 +243,21 @@ class ChunkedStep:
         for begin in range(0, count, self.chunk):
             yield replace(whole, begin=begin, end=min(begin + self.chunk, count))
 
-    def _step(self, twin: Any, pieces: list[_Piece], counts: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """The step of ``pieces`` by ``twin``, which has their group.
+    def _step(self, twin: Any, chunk: _Chunk, counts: dict[torch.Tensor, dict[str, Any]]) -> None:
+        """The step of a chunk by ``twin``, which has the group of its pieces.
 
         Args:
             twin: of the optimizer.
-            pieces: of a chunk.
+            chunk: what is stepped.
             counts: gets what the state has of parameters besides tensors that are as large.
         """
         self._await(_UNDER_WAY - 1)
         (group,) = twin.param_groups
-        hosts = [piece.tensors() for piece in pieces]
-        arrived, mark = self._streams.copy_in([tensor for each in hosts for tensor in each.values()], None)
+        chunk.copied.result()
+        arrived, mark = self._streams.copy_in(chunk.places, None)
         self._streams.order(mark)
         arriving = iter(arrived)
-        for piece, host in zip(pieces, hosts, strict=True):
+        for piece, host in zip(chunk.pieces, chunk.hosts, strict=True):
             found = {name: next(arriving) for name in host}
             parameter = torch.nn.Parameter(found.pop(_PARAMETER), requires_grad=False)
             parameter.grad = found.pop(_GRADIENT)
@@ -182,7 +268,7 @@ class ChunkedStep:
                 }
         twin.step()
         sources, targets = [], []
-        for piece, parameter in zip(pieces, group["params"], strict=True):
+        for piece, parameter in zip(chunk.pieces, group["params"], strict=True):
             sources.append(bare(parameter))
             targets.append(piece.of(bare(piece.parameter)))
             for name, value in twin.state.get(parameter, {}).items():
@@ -194,10 +280,15 @@ class ChunkedStep:
                     own[name] = torch.empty_like(piece.parameter, dtype=value.dtype, requires_grad=False)
                 sources.append(value)
                 targets.append(piece.of(own[name]))
-        self._leaving.append((self._streams.copy_out(sources, targets), (hosts, arrived, sources, targets)))
+        slab, places = self._slabs.take(sources)
+        left = self._streams.copy_out(sources, places)
+        over = self._threads.submit(_copy, places, targets, left)
+        self._leaving.append((over, slab, (chunk, arrived, sources)))
 
     def _await(self, most: int) -> None:
         """Wait until only ``most`` chunks are on their way to the host."""
         while len(self._leaving) > most:
-            self._leaving[0][0].synchronize()
-            self._leaving.popleft()
+            over, slab, (chunk, *_) = self._leaving.popleft()
+            over.result()
+            self._slabs.give_back(slab)
+            self._slabs.give_back(chunk.slab)
