@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from bamboo_ds.config import BambooConfig, parse_block
+from bamboo_ds.config_parts import RedundancyMode
 from bamboo_ds.engine.iteration.redundant import RedundantPasses
 from bamboo_ds.engine.iteration.sums import PartialSums, Sums
 from bamboo_ds.engine.stage.blocks import StageBlocks
@@ -227,6 +228,33 @@ def test_marks_are_made_for_those_who_could_go_on_from_sums() -> None:
         sums.every, part.forwards = 1, 1
         sums.mark()
         assert list(part.marks) == [1] * redundant
+
+
+def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """4 GB on a network of 3 GB per second, in iterations of 4.8 s: nothing, of 480 s: after two micro-batches."""
+    lane = SimpleNamespace(source="a", destination="b")
+    runtime = SimpleNamespace(role=Role(0, 0), trainable=lambda: [SimpleNamespace(nbytes=4e9)])
+    context: Any = SimpleNamespace(
+        binding=SimpleNamespace(owned=lambda: [runtime]),
+        ds=SimpleNamespace(micro_batches=32, device=torch.device("cuda")),
+        epoch=SimpleNamespace(
+            member="a",
+            lanes=SimpleNamespace(of=lambda stream, role: [lane]),
+            transport=SimpleNamespace(rate=lambda member: 3e9),
+        ),
+        mode=RedundancyMode.LAZY,
+        settings=BambooConfig(),
+    )
+    sums = PartialSums(context)
+    with caplog.at_level("INFO", "bamboo_ds"):
+        sums.begin()
+        assert sums.every == 0 and not caplog.records, "nothing is measured yet"
+        for seconds, every in ((4.8, 0), (4.8, 0), (480.0, 1), (4.8, 0)):
+            sums._micro_batch_s = seconds / 32
+            sums.begin()
+            assert sums.every == every
+    (record,) = caplog.records
+    assert "no sums are sent in the middle of iterations of 4.8 s, since they take 1.33 s of the" in record.message
 
 
 def test_a_part_goes_back_and_leaves_what_others_have_alone() -> None:

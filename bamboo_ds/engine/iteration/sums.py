@@ -17,6 +17,7 @@ well: where one slice is lost, the others have to go back with it.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import defaultdict
 from dataclasses import dataclass, field
@@ -35,6 +36,8 @@ from ..data.batches import as_message, from_message
 from ..stage.layers import copied, merged
 from ..stage.runtime import StageRuntime
 from ..stage.work import Part
+
+logger = logging.getLogger("bamboo_ds")
 
 #: Bytes per second of a network that has not been measured.
 _ASSUMED_RATE = 1e8
@@ -75,6 +78,7 @@ class PartialSums(InContext):
     _bytes: dict[Role, int] = field(default_factory=dict, init=False)  # that were sent last
     _taken_s: dict[Role, float] = field(default_factory=dict, init=False)  # by the last time, of the main thread
     _micro_batch_s: float | None = field(default=None, init=False)
+    _told: bool = field(default=False, init=False)
 
     # -- when -------------------------------------------------------------------------------------------------
 
@@ -100,7 +104,23 @@ class PartialSums(InContext):
         taken = 2 * sum(self._taken_s.values())
         counts = self.ds.micro_batches, self._micro_batch_s
         every = affordable(seconds, *counts, share), affordable(taken, *counts, PROCESSOR_SHARE)
-        return max(every) if all(every) else 0
+        if all(every):
+            return max(every)
+        self._tell_lack(seconds, taken)
+        return 0
+
+    def _tell_lack(self, seconds: float, taken: float) -> None:
+        """Say once that sums cost too much."""
+        assert self._micro_batch_s is not None
+        if not self._told:
+            logger.info(
+                "redundancy.sync_every auto: no sums are sent in the middle of iterations of %.3g s, since they take "
+                "%.3g s of the network and %.3g s of passes; a loss redoes what its stage has computed of an iteration",
+                self._micro_batch_s * self.ds.micro_batches,
+                seconds,
+                taken,
+            )
+        self._told = True
 
     def end_iteration(self, seconds: float) -> None:
         """An iteration is over, after ``seconds``: what is held of it is void."""
