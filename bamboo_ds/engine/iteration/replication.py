@@ -270,21 +270,22 @@ class Replication(InContext):
         for role, lane in lanes:
             if lane.source == self.epoch.member:
                 transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard(layout.copy_of(role))))
-        shards: dict[Role, Sequence[torch.Tensor]] = {}
-        for runtime in self.binding.owned():
-            known = [runtime.role]
+        shards: dict[Role, list[torch.Tensor]] = {}
+        complete = set()
+        for runtime in self.binding.owned():  # by stage, on all members: none waits for one that waits for it
+            known: tuple[Role, ...] = (runtime.role,)
             if gathers(self.epoch.plan, runtime.role):
                 with self.binding.bound(runtime):
                     runtime.optimizer.gather()
-                known = list(layout.siblings(runtime.role))
+                known = layout.siblings(runtime.role)
+                complete.add(runtime.role)
             shards.update((role, runtime.optimizer.shard(layout.copy_of(role))) for role in known)
         for role, lane in lanes:
             if lane.destination == self.epoch.member:
                 shards[role] = list(transport.recv(lane, sequence))  # type: ignore[arg-type]
-        for runtime in runtimes.values():
-            if not (runtime.owned and gathers(self.epoch.plan, runtime.role)):
-                for role in layout.siblings(runtime.role):
-                    if role in shards and role != runtime.role:
-                        runtime.optimizer.fill(layout.copy_of(role), list(shards[role]))
+        for own, runtime in runtimes.items():
+            for role in layout.siblings(own) if own not in complete else ():
+                if role in shards and role != own:
+                    runtime.optimizer.fill(layout.copy_of(role), shards[role])
             runtime.stale = False
         transport.drain()
