@@ -18,6 +18,8 @@ from .support.surviving import Reference, Result, fault, survive
 pytestmark = [pytest.mark.claim("reference/limits.md"), pytest.mark.integration]
 
 LOSS = fault(3, 2, "BackwardPass", 1)
+#: Owners of a stage are about to gather the shards that they have stepped.
+GATHER = ".iteration.replication.exchange_shards"
 
 
 @pytest.fixture(autouse=True)
@@ -39,6 +41,8 @@ def check(folder: Path, result: Result) -> None:
         pytest.param([fault(0, 1, "ReduceGrads"), fault(3, 3, "Commit")], {}, id="two"),
         pytest.param([LOSS], FP32_ZERO, id="zero"),
         pytest.param([fault(2, 2, "OptimizerStep")], BF16_ZERO, id="bf16-zero"),
+        pytest.param([], BF16_ZERO, id="bf16-zero-undisturbed", marks=pytest.mark.exhaustive),
+        pytest.param([fault(1, 2, GATHER, pause=0.5), fault(2, 4, GATHER)], FP32_ZERO, id="zero-gather"),
         pytest.param([LOSS], BF16, id="bf16", marks=pytest.mark.exhaustive),
         pytest.param([LOSS], FP16, id="fp16", marks=pytest.mark.exhaustive),
         pytest.param([fault(1, 1, "ForwardPass", 0)], BF16_ZERO, id="bf16-zero-first", marks=pytest.mark.exhaustive),

@@ -11,7 +11,8 @@ import torch
 from deepspeed.runtime import utils
 from torch import distributed as dist
 
-from bamboo_ds.engine.context.lanes import Lanes, Stream
+from bamboo_ds.bare import bare
+from bamboo_ds.engine.context.lanes import Lanes, Stream, gathers
 from bamboo_ds.engine.stage import sharded, shares
 from bamboo_ds.engine.stage.answers import Answers
 from bamboo_ds.engine.stage.commit import (
@@ -26,8 +27,8 @@ from bamboo_ds.engine.stage.commit import (
 )
 from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.shares import Shares, all_reduce, shares_of
-from bamboo_ds.errors import ProtocolError
-from bamboo_ds.topology import Layout, Role
+from bamboo_ds.errors import EpochChanged, ProtocolError
+from bamboo_ds.topology import Layout, Lent, Plan, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.gloo import on_threads
@@ -115,21 +116,95 @@ def test_the_commit_carries_overflows_and_several_norms() -> None:
         encode(LAYOUT, Form(norms=1), shares[0])
 
 
-def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> None:
-    members = ["a", "b", "c", "d"]  # of roles (0,0) (1,0) (0,1) (1,1); shadows: c, d, a, b
-    plan = with_redundancy(initial_plan(members), Layout(2, 2, sharded=True), True)
+#: Of roles (0,0) (1,0) (0,1) (1,1) the owners are a, b, c, d, and the shadows c, d, a, b.
+PLAN = with_redundancy(initial_plan(["a", "b", "c", "d"]), Layout(2, 2, sharded=True), True)
+
+
+def shards_sent(plan: Plan) -> set[tuple[str, str, str]]:
+    """What goes over lanes under ``plan``: a role, its owner, and who gets its shard."""
     lanes = Lanes(plan, False)
-    shards = [(role, lane) for stream, role, lane in lanes if stream is Stream.SHARD]
-    found = {(str(role), lane.source, lane.destination) for role, lane in shards}
-    first = {("(0,0)", "a", "b"), ("(0,0)", "a", "d"), ("(1,0)", "b", "a"), ("(1,0)", "b", "c")}
-    last = {("(0,1)", "c", "d"), ("(0,1)", "c", "b"), ("(1,1)", "d", "c"), ("(1,1)", "d", "a")}
-    assert found == first | last
     assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
-    learning = Lanes(replace(plan, learners=((0, "b"),)), False)
-    needed = [learning.to(Stream.SHARD, Role(pipeline, 0), "b") is not None for pipeline in (0, 1)]
-    assert needed == [True, False]  # it has no copy yet
+    return {(str(role), lane.source, lane.destination) for stream, role, lane in lanes if stream is Stream.SHARD}
+
+
+def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> None:
+    """Owners gather them, so that they are sent to shadows only."""
+    plan = PLAN
+    assert all(gathers(plan, role) for role in plan.world.roles)
+    first, last = {("(0,0)", "a", "d"), ("(1,0)", "b", "c")}, {("(0,1)", "c", "b"), ("(1,1)", "d", "a")}
+    assert shards_sent(plan) == first | last
+    building = replace(plan, shadows=("c", None, "a", "b"), learners=((1, "d"),))
+    assert shards_sent(building) == first | last, "members that build a replica get what shadows get"
+    assert shards_sent(replace(plan, learners=((0, "b"),))) == first | last, "an owner that builds one has gathered it"
+    divided = replace(plan, layout=replace(plan.world, blocks=(2, 2)), lent=(Lent(0, 1, "front"),))
+    assert shards_sent(divided) == first | last and gathers(divided, Role(0, 0)), "owners step what they have lent"
     unsharded = Lanes(replace(plan, layout=Layout(2, 2)), False)
     assert Stream.SHARD not in {stream for stream, _, _ in unsharded}
+
+
+def test_shards_are_sent_to_owners_where_one_has_two_roles_of_a_stage() -> None:
+    """That owns what a group would count once."""
+    both = takeover(replace(PLAN, shadows=("b", "d", "a", "b")), ["a"])
+    assert both.owners == ("b", "b", "c", "d")
+    assert not gathers(both, Role(0, 0)) and gathers(both, Role(0, 1))
+    assert {sent for sent in shards_sent(both) if sent[0] in ("(0,0)", "(1,0)")} == {("(0,0)", "b", "d")}
+    three = with_redundancy(initial_plan(list("abcdef")), Layout(3, 2, sharded=True), True)
+    assert three.owners == tuple("abcdef")
+    some = replace(three, owners=tuple("abadef"), shadows=(None,) * 6)
+    assert shards_sent(some) == {("(0,0)", "a", "b"), ("(1,0)", "b", "a"), ("(2,0)", "a", "b")}
+
+
+def parts_of(rank: int, dtype: torch.dtype) -> Any:
+    """The optimizer of a role on one of three pipelines, with two parameter groups, which has stepped its part."""
+    optimizer: Any = object.__new__(ZeroOptimizer)
+    wholes = [torch.full((3 * length,), -1.0).to(dtype) for length in (1, 300)]
+    for number, whole in enumerate(wholes):
+        whole.chunk(3)[rank].copy_(torch.arange(whole.numel() // 3) + 1000 * rank + number)
+    wholes[0][rank] = (-0.0, torch.inf, torch.nan)[rank]
+    optimizer.wrapper = SimpleNamespace(parallel_partitioned_bit16_groups=[list(whole.chunk(3)) for whole in wholes])
+    layout = Layout(3, 1, sharded=True)
+    optimizer._groups, optimizer._runtime = SimpleNamespace(layout=layout), SimpleNamespace(role=Role(rank, 0))
+    return optimizer
+
+
+def gathered(optimizer: Any, group: Any) -> list[torch.Tensor]:
+    optimizer._ds = SimpleNamespace(mpu=SimpleNamespace(get_data_parallel_group=lambda: group))
+    optimizer.gather()
+    return [bare(torch.cat(parts)).view(torch.uint8) for parts in optimizer._partitions]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_owners_gather_the_shards_of_all(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; each rank is a thread."""
+
+    def gather(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+        group._allgather_base(output, shard).wait()
+
+    monkeypatch.setattr(sharded, "dist", SimpleNamespace(all_gather_into_tensor=gather))
+    stepped = [parts_of(rank, dtype) for rank in range(3)]
+    own = [[shard.clone() for shard in each.shard(rank)] for rank, each in enumerate(stepped)]
+    expected = [torch.cat(shards).view(torch.uint8) for shards in zip(*own, strict=True)]
+    for found in on_threads([lambda group, each=each: gathered(each, group) for each in stepped]):
+        assert all(map(torch.equal, found, expected))
+
+
+def test_a_gather_that_is_aborted_changes_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the first of two groups all shards have come, of the second one anything may be there."""
+    begun: list[int] = []
+
+    def gather(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+        output.fill_(7.0)
+        begun.append(shard.numel())
+        if len(begun) == 2:
+            raise EpochChanged("a member is lost")
+
+    monkeypatch.setattr(sharded, "dist", SimpleNamespace(all_gather_into_tensor=gather))
+    optimizer = parts_of(1, torch.float32)
+    before = [torch.cat(parts).view(torch.uint8) for parts in optimizer._partitions]
+    with pytest.raises(EpochChanged):
+        gathered(optimizer, None)
+    assert begun == [1, 300]
+    assert all(map(torch.equal, [torch.cat(parts).view(torch.uint8) for parts in optimizer._partitions], before))
 
 
 def test_no_other_pipeline_stands_in_for_a_shard() -> None:

@@ -68,14 +68,19 @@ class Shards(PlainOptimizer):
     def _mine(self, part: int) -> list[int]:
         return list(range(part, len(list(self._runtime.module.parameters())), self._groups.layout.pipelines))
 
-    def shard(self) -> list[torch.Tensor]:
+    def shard(self, part: int) -> list[torch.Tensor]:
         parameters = list(self._runtime.module.parameters())
-        return [parameters[place].detach() for place in self._mine(self._runtime.role.pipeline)]
+        return [parameters[place].detach() for place in self._mine(part)]
 
     def fill(self, part: int, shard: list[torch.Tensor]) -> None:
         parameters = list(self._runtime.module.parameters())
         for place, given in zip(self._mine(part), shard, strict=True):
             parameters[place].data.copy_(given)  # as where they are views of one buffer: autograd does not count it
+
+    def gather(self) -> None:
+        own = self.shard(self._runtime.role.pipeline)
+        for part, given in enumerate(self._ds.mpu.get_data_parallel_group().all_gather(own)):
+            self.fill(part, given)
 
     def keep(self, reduced: list[torch.Tensor]) -> list[torch.Tensor]:
         return [reduced[place].clone() for place in self._mine(self._runtime.role.pipeline)]

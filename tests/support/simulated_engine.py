@@ -139,6 +139,7 @@ class Member(Parts):
         self.strange: list[tuple[str, Any]] = []
         self.fatal: FatalLoss | UnsupportedError | None = None
         self.started = self.left = self.ended = False
+        self.gathered = 0
         redundancy = {
             "mode": spec.mode,
             "verify_every": 1,

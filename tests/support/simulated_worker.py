@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -89,9 +89,20 @@ class Group:
     def all_reduce(self, tensor: torch.Tensor) -> None:
         """Sum over the owners of the ranks."""
         session = self.member.session
-        plan = session.current.plan
-        members = list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
-        tensor.copy_(session.network.sum(session.current, self.name, members, tensor.clone()))
+        tensor.copy_(session.network.sum(session.current, self.name, self._owners, tensor.clone()))
+
+    def all_gather(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+        """What the owner of each rank gives. Each owns one of them."""
+        session, owners = self.member.session, self._owners
+        assert len(owners) == self.size
+        self.member.gathered += 1
+        found: list[Any] = session.network.all_gather(session.current, self.name, owners, tuple(tensors))
+        return [list(each) for each in found]
+
+    @property
+    def _owners(self) -> list[str]:
+        plan = self.member.session.current.plan
+        return list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
 
 
 class Session:

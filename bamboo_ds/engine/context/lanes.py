@@ -41,7 +41,7 @@ class Stream(IntEnum):
     #: What the script has changed of the role between two operations, from its owner to the holders of its state.
     TOLD = 13
     #: Parameters that the role's step has brought up to date, where the optimizer is partitioned: from its owner to
-    #: members that have other roles of the stage.
+    #: members that have other roles of the stage, and do not gather them (:func:`gathers`).
     SHARD = 14
     #: What the owner has computed, for the shadow that has rehearsed it.
     REPORT = 15
@@ -75,6 +75,12 @@ def assists(plan: Plan, role: Role) -> bool:
     if plan.world.slices > 1 or plan.lending(role) is not None:
         return False
     return plan.shadow(role) == plan.computers(plan.world.predecessor(role))[-1]
+
+
+def gathers(plan: Plan, role: Role) -> bool:
+    """Whether the owners of the stage of ``role`` gather its shards in their group: each owns one of its roles."""
+    owners = [plan.owner(sibling) for sibling in plan.world.siblings(role)]
+    return len(set(owners)) == len(owners)
 
 
 class Lanes:
@@ -225,12 +231,16 @@ class RehearsalLanes(Lanes):
 
 
 def _interested(plan: Plan, role: Role) -> list[str]:
-    """Members, other than the owner of ``role``, that hold or copy another role of the stage, in the plan's order."""
+    """Members that hold or copy another role of the stage than ``role``, in the plan's order.
+
+    But for its owner, and where owners gather shards for all of them.
+    """
 
     def followers(each: Role) -> set[str | None]:
         builders = {builder for rank, builder in plan.learners if rank == plan.world.rank(each)}
         return {plan.owner(each), plan.shadow(each), *builders}
 
-    others = (sibling for sibling in plan.world.siblings(role) if sibling != role)
-    found = set[str | None]().union(*map(followers, others))
-    return [member for member in plan.members if member in found and member != plan.owner(role)]
+    siblings = plan.world.siblings(role)
+    found = set[str | None]().union(*(followers(sibling) for sibling in siblings if sibling != role))
+    have = {plan.owner(each) for each in (siblings if gathers(plan, role) else (role,))}
+    return [member for member in plan.members if member in found - have]

@@ -9,7 +9,7 @@ import torch
 
 from ...state import Tree
 from ...topology import Role
-from ..context.lanes import Stream
+from ..context.lanes import Stream, gathers
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction, Kept
@@ -260,21 +260,32 @@ class Replication(InContext):
     def exchange_shards(self) -> None:
         """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.
 
-        All members take part, once between two operations. A runtime that is up to date gets what it has.
+        All members take part, once between two operations. A runtime that is up to date gets what it has. Owners gather
+        shards in the group of their stage, in which they reduce its gradients, where each owns one role of it.
         """
         runtimes, transport, sequence = self.binding.runtimes, self.epoch.transport, self.progress.sequence
+        layout = self.epoch.layout
         self.binding.refresh()
         lanes = [(role, lane) for stream, role, lane in self.epoch.lanes if stream is Stream.SHARD]
         for role, lane in lanes:
             if lane.source == self.epoch.member:
-                transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard()))
-        shards = {role: runtime.optimizer.shard() for role, runtime in runtimes.items() if runtime.owned}
+                transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard(layout.copy_of(role))))
+        shards: dict[Role, list[torch.Tensor]] = {}
+        complete = set()
+        for runtime in self.binding.owned():  # by stage, on all members: none waits for one that waits for it
+            known: tuple[Role, ...] = (runtime.role,)
+            if gathers(self.epoch.plan, runtime.role):
+                with self.binding.bound(runtime):
+                    runtime.optimizer.gather()
+                known = layout.siblings(runtime.role)
+                complete.add(runtime.role)
+            shards.update((role, runtime.optimizer.shard(layout.copy_of(role))) for role in known)
         for role, lane in lanes:
             if lane.destination == self.epoch.member:
                 shards[role] = list(transport.recv(lane, sequence))  # type: ignore[arg-type]
-        for runtime in runtimes.values():
-            for role in self.epoch.layout.siblings(runtime.role):
-                if role in shards and role != runtime.role:
-                    runtime.optimizer.fill(self.epoch.layout.copy_of(role), shards[role])
+        for own, runtime in runtimes.items():
+            for role in layout.siblings(own) if own not in complete else ():
+                if role in shards and role != own:
+                    runtime.optimizer.fill(layout.copy_of(role), shards[role])
             runtime.stale = False
         transport.drain()

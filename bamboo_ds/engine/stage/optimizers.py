@@ -262,12 +262,16 @@ class StageOptimizer(ABC):
 
     # -- shards -------------------------------------------------------------------------------------------
 
-    def shard(self) -> Tensors:
-        """Views of the parameters that this role's step brings up to date, if it does not do so with all."""
+    def shard(self, part: int) -> Tensors:
+        """Views of the parameters that the step of the stage's role in copy ``part`` of the model brings up to date."""
         return []
 
     def fill(self, part: int, shard: Tensors) -> None:
-        """Take over the parameters that the step of the stage's role in copy ``part`` of the model has updated."""
+        """Take over :meth:`shard` of the role in copy ``part`` of the model."""
+        raise ProtocolError("this optimizer is not partitioned")
+
+    def gather(self) -> None:
+        """Take over the shards of all roles of the stage from their owners. Collective: each owns one of them."""
         raise ProtocolError("this optimizer is not partitioned")
 
 
@@ -299,6 +303,9 @@ class NoOptimizer(StageOptimizer):
 
     def fill(self, part: int, shard: Tensors) -> None:
         assert not shard
+
+    def gather(self) -> None:
+        pass
 
 
 class PlainOptimizer(StageOptimizer):

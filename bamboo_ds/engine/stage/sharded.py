@@ -36,13 +36,23 @@ class ShardedOptimizer(StageOptimizer):
     def _partitions(self) -> list[Tensors]:
         """Per parameter group, the flat parameters in one part per pipeline."""
 
-    def shard(self) -> Tensors:
-        return [parts[self._part] for parts in self._partitions]
+    def shard(self, part: int) -> Tensors:
+        return [parts[part] for parts in self._partitions]
 
     def fill(self, part: int, shard: Tensors) -> None:
         with torch.no_grad():
             for parts, given in zip(self._partitions, shard, strict=True):
                 parts[part].copy_(given)
+
+    def gather(self) -> None:
+        group, copies, own = self._ds.mpu.get_data_parallel_group(), self._groups.layout.copies, self.shard(self._part)
+        # Parts have one length. An abort leaves anything in what a collective writes, so that is not the parameters.
+        gathered = [shard.new_empty(copies * shard.numel()) for shard in own]
+        for whole, shard in zip(gathered, own, strict=True):
+            dist.all_gather_into_tensor(whole, shard, group=group)
+        for part in range(copies):
+            if part != self._part:
+                self.fill(part, [whole.chunk(copies)[part] for whole in gathered])
 
     def restore(self, state: Tree) -> None:
         super().restore(state)
@@ -138,7 +148,7 @@ class Bf16Optimizer(ShardedOptimizer):
 
     def keep(self, reduced: Tensors) -> Tensors:
         kept = []
-        for gradients, part in zip(reduced, self.shard(), strict=True):
+        for gradients, part in zip(reduced, self.shard(self._part), strict=True):
             mine = gradients.narrow(0, self._part * part.numel(), part.numel())
             # A view would keep the gradients of all parts.
             kept.append(mine if mine.numel() == gradients.numel() else mine.clone())
