@@ -25,6 +25,7 @@ from .support.fixtures import etcd, own_etcd, store
 from .support.hosts import make_hosts
 from .support.jobs import Result
 from .support.leaks import no_leaks
+from .support.nccl import session
 from .support.references import References
 
 __all__ = ["etcd", "make_hosts", "own_etcd", "start", "store"]  # fixtures
@@ -55,6 +56,10 @@ _UNKNOWN_S = 5.0
 @pytest.hookimpl(wrapper=True)  # pytest-xdist asks for the groups in a hook that comes before others
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """What starts processes comes first, then the longest. Tests whose members are forked from one server share it."""
+    if session.ON_NCCL:
+        left = [item for item in items if "reference" not in getattr(item, "fixturenames", ())]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
     known: dict[str, float] = json.loads(_DURATIONS.read_text())
     groups: dict[str, float] = defaultdict(float)
     for item in items:
