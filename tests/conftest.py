@@ -56,10 +56,6 @@ _UNKNOWN_S = 5.0
 @pytest.hookimpl(wrapper=True)  # pytest-xdist asks for the groups in a hook that comes before others
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None, object, object]:
     """What starts processes comes first, then the longest. Tests whose members are forked from one server share it."""
-    if session.ON_NCCL:
-        left = [item for item in items if "reference" not in getattr(item, "fixturenames", ())]
-        items[:] = [item for item in items if item not in left]
-        config.hook.pytest_deselected(items=left)
     known: dict[str, float] = json.loads(_DURATIONS.read_text())
     groups: dict[str, float] = defaultdict(float)
     for item in items:
@@ -69,6 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "fork_server" in fixtures:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
             groups[item.path.name] += known.get(item.nodeid, _UNKNOWN_S)
+
+    if session.ON_NCCL:
+        left = [item for item in items if not session.has_jobs(item)]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
 
     def place(item: pytest.Item) -> tuple[bool, float, str]:
         starts, file = item.get_closest_marker("integration") is not None, item.path.name

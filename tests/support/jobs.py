@@ -237,9 +237,9 @@ class RunningJob:
         options: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        reduces = session.reduces(world, arguments, config, script)
+        reduces = session.reduces(world, arguments, script)
         self._prepare(folder, f"job-{os.urandom(4).hex()}", variables, reduces)
-        if session.ON_NCCL and session.stays_on_host(arguments):
+        if session.ON_NCCL and session.stays_on_host(arguments, script):
             self.env.pop(far_device.SEED, None)
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
         usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
