@@ -25,6 +25,7 @@ from .support.fixtures import etcd, own_etcd, store
 from .support.hosts import make_hosts
 from .support.jobs import Result
 from .support.leaks import no_leaks
+from .support.nccl import session
 from .support.references import References
 
 __all__ = ["etcd", "make_hosts", "own_etcd", "start", "store"]  # fixtures
@@ -64,6 +65,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "fork_server" in fixtures:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
             groups[item.path.name] += known.get(item.nodeid, _UNKNOWN_S)
+
+    if session.ON_NCCL:
+        left = [item for item in items if not session.has_jobs(item)]
+        items[:] = [item for item in items if item not in left]
+        config.hook.pytest_deselected(items=left)
 
     def place(item: pytest.Item) -> tuple[bool, float, str]:
         starts, file = item.get_closest_marker("integration") is not None, item.path.name

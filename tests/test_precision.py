@@ -32,12 +32,12 @@ STEPS = 6
 
 JOBS: dict[str, Any] = {
     "bf16-zero": (BF16_ZERO, 1, 3, fault(1, 3, "BackwardPass", 2)),
-    "bf16-zero-data": (BF16_ZERO, 2, 2, fault(0, 2, "ForwardPass", 1)),
-    "bf16-data": (BF16, 2, 2, fault(3, 2, "ReduceGrads")),
+    "bf16-zero-data": (BF16_ZERO, 2, 2, fault(0, 3, "ForwardPass", 1)),
+    "bf16-data": (BF16, 2, 2, fault(3, 3, "ReduceGrads")),
     "fp16": (FP16, 1, 3, fault(2, 3, "BackwardPass", 1)),
     "fp16-static-data": (FP16_STATIC, 2, 2, fault(1, 3, "SendReplica")),
     "fp16-zero-data": (FP16_ZERO, 2, 2, fault(2, 3, "StepReplica")),
-    "fp32-zero-data": (FP32_ZERO, 2, 2, fault(1, 2, "OptimizerStep")),
+    "fp32-zero-data": (FP32_ZERO, 2, 2, fault(1, 3, "OptimizerStep")),
     "bf16-zero-bf16-data": (BF16_ZERO_BF16, 2, 2, fault(3, 3, "Commit")),
 }
 

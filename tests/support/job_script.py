@@ -40,12 +40,17 @@ def options(steps: int = 4, slow_s: float = 0.3) -> argparse.ArgumentParser:
     return parser
 
 
+def install_stand_ins() -> None:
+    """Give a worker the device and the groups of tests if its environment says so."""
+    far_device.install_in_job()
+    nccl_groups.install_in_job()
+
+
 def begin(seed: int = 7) -> None:
     """What comes before the model: the device, random numbers, and torch's process group."""
     import lean_torch  # which scripts import before torch
 
-    far_device.install_in_job()
-    nccl_groups.install_in_job()
+    install_stand_ins()
     # DeepSpeed refuses fp16 where the CPU has no instructions for it; torch computes it there all the same.
     get_accelerator().is_fp16_supported = lambda: True
     torch.manual_seed(seed)

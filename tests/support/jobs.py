@@ -18,9 +18,12 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pytest
 import torch
 
+from . import far_device
 from .etcd import wait_until
+from .nccl import session
 from .patience import Patience
 from .ports import free_port
 from .processes import Process, start
@@ -234,13 +237,20 @@ class RunningJob:
         options: Sequence[str] = (),
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        self._prepare(folder, f"job-{os.urandom(4).hex()}", variables)
+        reduces = session.reduces(world, arguments, script)
+        self._prepare(folder, f"job-{os.urandom(4).hex()}", variables, reduces)
+        if session.ON_NCCL and session.stays_on_host(arguments, script):
+            self.env.pop(far_device.SEED, None)
         self.command = [str(script), "--deepspeed_config", str(config), "--out", str(folder), *arguments]
         usual = ["--job", self.name, "--events", str(folder / "events.jsonl")]
         self.process = self._start("run", ["-n", str(world), *usual, *options], "run")
 
-    def _prepare(self, folder: Path, name: str, variables: Mapping[str, str] | None = None) -> None:
+    def _prepare(
+        self, folder: Path, name: str, variables: Mapping[str, str] | None = None, reduces: bool = False
+    ) -> None:
         """What jobs have however they are started."""
+        if session.ON_NCCL and not reduces:
+            pytest.skip("nothing is known to be added up over members in this job")
         self.folder, self.name = folder, name
         self.events_file = folder / "events.jsonl"
         self._events, self._parsed = [], 0
@@ -309,6 +319,8 @@ class RunningJob:
                 joiner.wait(30)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the job hangs:\n{self.report()}") from None
+        if session.ON_NCCL and not code:
+            session.check(self.folder)
         return Result(self.folder, code, self.output())
 
     def __enter__(self) -> RunningJob:

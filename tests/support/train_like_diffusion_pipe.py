@@ -18,7 +18,7 @@ from deepspeed.pipe import PipelineModule
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.schedule import LoadMicroBatch, TrainSchedule
 from deepspeed.utils import groups
-from job_script import dump, initialize, options, steps
+from job_script import dump, initialize, install_stand_ins, options, steps
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -194,6 +194,7 @@ def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
 def main() -> None:
     arguments = options().parse_args()
     apply_patches()
+    install_stand_ins()
     deepspeed.init_distributed()
     torch.manual_seed(7)
     run = [str(arguments.out / "run")]  # a member that joins is alone yet, and keeps what it has

@@ -17,7 +17,7 @@ if __name__ == "__main__":
 
 import deepspeed
 import torch
-from job_script import dump, goes_on, options, strike
+from job_script import dump, goes_on, install_stand_ins, options, strike
 
 sys.path.insert(0, str(Path(__file__).parent / "like_neox"))
 
@@ -40,6 +40,7 @@ def main() -> None:
     config = json.loads(Path(given.deepspeed_config).read_text())
     extra = {name: config.pop(name) for name in ("bamboo",) if name in config}
     args = NeoXArgs(config, extra, given.stages, given.out / "checkpoints", given.pos_emb, not given.untied)
+    install_stand_ins()
     lean_torch.install()
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
     torch.manual_seed(1234)

@@ -17,7 +17,7 @@ import deepspeed
 import torch
 from deepspeed import comm as dist
 from deepspeed.pipe import LayerSpec, PipelineModule
-from job_script import dump, initialize, options, steps
+from job_script import dump, initialize, install_stand_ins, options, steps
 from torch import nn
 from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
 
@@ -238,6 +238,7 @@ def evaluate(engine: Any, loader: PipelineDataLoader) -> float:
 
 def main() -> None:
     arguments = options().parse_args()
+    install_stand_ins()
     lean_torch.install()
     deepspeed.init_distributed()
     torch.manual_seed(7)

@@ -32,6 +32,7 @@ import torch
 from torch import distributed as dist
 
 from bamboo_ds.devices import nccl
+from bamboo_ds.devices.accelerators import accelerator
 from bamboo_ds.variables import ENV_MEMBER
 
 #: The variable with which jobs of tests run on these groups; its value is a seed.
@@ -212,7 +213,7 @@ class LateGroup:
     ) -> LateWork | None:
         if self.aborted.is_set():
             raise dist.DistBackendError("NCCL communicator was aborted on rank")
-        number, mine = self._number, [tensor.detach().clone() for tensor in given]
+        number, mine = self._number, [tensor.detach().to("cpu", copy=True) for tensor in given]
         self._number += 1
         work = LateWork(written, self._in_order or in_order)
         self._begun.append(work)
@@ -263,8 +264,11 @@ def install(folder: Path, before: Before, in_order: bool) -> None:
             store.set("late", os.urandom(8).hex())
         return LateGroup(folder / store.get("late").decode(), rank, size, before, in_order)
 
+    def kind_for(device: torch.device) -> str:
+        return inner.NCCL if device.type == accelerator().device_name() else inner.GLOO
+
     for module in modules:
-        for name, late in (("kind_for", lambda device: inner.NCCL), ("create_inner", create_late)):
+        for name, late in (("kind_for", kind_for), ("create_inner", create_late)):
             if hasattr(module, name):
                 setattr(module, name, late)
 
