@@ -173,11 +173,14 @@ def gathered(optimizer: Any, group: Any) -> list[torch.Tensor]:
     return [bare(torch.cat(parts)).view(torch.uint8) for parts in optimizer._partitions]
 
 
+@pytest.mark.parametrize("piece", [7, 1 << 20])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_owners_gather_the_shards_of_all(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit; each rank is a thread."""
+def test_owners_gather_the_shards_of_all(dtype: torch.dtype, piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit; each rank is a thread. What is taken besides the parameters is bounded."""
+    monkeypatch.setattr(sharded, "_PIECE", piece)
 
     def gather(output: torch.Tensor, shard: torch.Tensor, group: Any) -> None:
+        assert output.numel() <= 3 * piece
         group._allgather_base(output, shard).wait()
 
     monkeypatch.setattr(sharded, "dist", SimpleNamespace(all_gather_into_tensor=gather))
@@ -188,7 +191,7 @@ def test_owners_gather_the_shards_of_all(dtype: torch.dtype, monkeypatch: pytest
         assert all(map(torch.equal, found, expected))
 
 
-def test_a_gather_that_is_aborted_changes_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_an_aborted_gather_leaves_is_no_parameter(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the first of two groups all shards have come, of the second one anything may be there."""
     begun: list[int] = []
 
@@ -200,11 +203,15 @@ def test_a_gather_that_is_aborted_changes_no_parameter(monkeypatch: pytest.Monke
 
     monkeypatch.setattr(sharded, "dist", SimpleNamespace(all_gather_into_tensor=gather))
     optimizer = parts_of(1, torch.float32)
-    before = [torch.cat(parts).view(torch.uint8) for parts in optimizer._partitions]
+    first, second = ([part.clone() for part in parts] for parts in optimizer._partitions)
     with pytest.raises(EpochChanged):
         gathered(optimizer, None)
     assert begun == [1, 300]
-    assert all(map(torch.equal, [torch.cat(parts).view(torch.uint8) for parts in optimizer._partitions], before))
+    assert [part.tolist() for part in optimizer._partitions[0]] == [[7.0], first[1].tolist(), [7.0]]
+    assert all(
+        torch.equal(found.view(torch.uint8), part.view(torch.uint8))
+        for found, part in zip(optimizer._partitions[1], second, strict=True)
+    )
 
 
 def test_no_other_pipeline_stands_in_for_a_shard() -> None:

@@ -20,6 +20,9 @@ from .commit import Measured
 from .optimizers import HalfOptimizer, StageOptimizer, Tensors, laid_out
 from .shares import Shares, all_reduce
 
+#: Elements of a shard that are gathered at once: so much memory, times the pipelines, is taken besides the parameters.
+_PIECE = 1 << 25
+
 
 class ShardedOptimizer(StageOptimizer):
     """Partitioned over the pipelines: role ``(d, s)`` keeps and steps part ``d`` of its stage's masters.
@@ -45,14 +48,16 @@ class ShardedOptimizer(StageOptimizer):
                 parts[part].copy_(given)
 
     def gather(self) -> None:
-        group, copies, own = self._ds.mpu.get_data_parallel_group(), self._groups.layout.copies, self.shard(self._part)
-        # Parts have one length. An abort leaves anything in what a collective writes, so that is not the parameters.
-        gathered = [shard.new_empty(copies * shard.numel()) for shard in own]
-        for whole, shard in zip(gathered, own, strict=True):
-            dist.all_gather_into_tensor(whole, shard, group=group)
-        for part in range(copies):
-            if part != self._part:
-                self.fill(part, [whole.chunk(copies)[part] for whole in gathered])
+        group, copies = self._ds.mpu.get_data_parallel_group(), self._groups.layout.copies
+        with torch.no_grad():
+            for parts in self._partitions:  # of one length
+                for pieces in zip(*(part.split(_PIECE) for part in parts), strict=True):
+                    # An abort leaves anything in what a collective writes, so that is not the parameters.
+                    gathered = pieces[0].new_empty(copies * pieces[0].numel())
+                    dist.all_gather_into_tensor(gathered, pieces[self._part], group=group)
+                    for part, given in enumerate(gathered.chunk(copies)):
+                        if part != self._part:
+                            pieces[part].copy_(given)
 
     def restore(self, state: Tree) -> None:
         super().restore(state)

@@ -1,7 +1,7 @@
 """Sessions of tests whose jobs run on the work-alike of NCCL, also on the device of tests: ``make exhaustive`` has one.
 
-Where the environment of pytest has the variable of :data:`.groups.SEED`, tests that start jobs are run, and each ends as
-skipped where it is about to start one that has nothing for these groups to do.
+Where the environment of pytest has the variable of :data:`.groups.SEED`, tests that start jobs are run, and each ends
+as skipped where it is about to start one that has nothing for these groups to do.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _OWN_GROUPS = {"train_late.py"}
 _ON_HOST = {
     "--seed-layers": "stock DeepSpeed, with which they are compared, draws the random numbers of the host",
     "train_like_neox.py": "its model makes tensors on the host",
-    "train_like_qlora_pipe.py": "it saves tensors as they are, which the tests' own process cannot load from the device",
+    "train_like_qlora_pipe.py": "it saves tensors as they are, and tests cannot load those of the device",
     "train_with_collectives.py": "its collectives have tensors of the host, which are gloo's beside a device",
 }
 
