@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from ...comm.transport import Lane
 from ...topology import Plan, Role, batch_sources, end_sources
+from ...topology.memory import NEWEST_SUMS
 
 
 class Stream(IntEnum):
@@ -48,10 +49,6 @@ class Stream(IntEnum):
     #: Sums of gradients of a part of the role in the middle of an iteration, from the member that computes it to those
     #: that could take it over.
     SUMS = 16
-
-
-#: So many of the newest sums are kept: of which ones the neighbours have all gradients is known at a loss.
-NEWEST_SUMS = 2
 
 
 #: Streams that carry parts of batches: which part, inputs or labels.

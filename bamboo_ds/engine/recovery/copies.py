@@ -102,6 +102,7 @@ class Copies(InContext):
         """
         with self.recording.span(Kind.COPY):
             self.copy_state(self.epoch.layout.roles, anew=True)
+            self.builder.place(self.epoch.plan)
 
     def _build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
@@ -330,6 +331,7 @@ class Copies(InContext):
             sums_share=0.0 if changed else self.iteration.sums.every / self.ds.micro_batches,
             passes=self.iteration.measures.kept.known,
             outputs=self.iteration.measures.kept.outputs,
+            redundant=self.iteration.measures.kept.redundant,
         )
         self.epoch.channel.report_state(state)
 
