@@ -176,11 +176,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "auto)",
     ]
     little = tmp_path / "little.json"
-    for limit_gib, missing in (
-        (92, []),
-        (84, ["m0 lacks 8.00 GiB and more to have its replicas compute before a loss"]),
-    ):
-        limit = limit_gib * 1024
+    short = "m0 lacks 8.00 GiB and more to have its replicas compute before a loss"
+    for limit, missing in ((92 * 1024, []), (84 * 1024, [short])):
         little.write_text(json.dumps({"bamboo": {"topology": {"memory_limit_mb": limit}}}))
         told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(little)))[1]
         assert told[told.index(PAGE_LOCKED) + 2 :] == missing
@@ -214,7 +211,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "what passes keep comes on top",
     ]
     config = tmp_path / "ds_config.json"
-    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 61440}, "checkpoint": {"every_s": 90}}}')
+    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 71680}, "checkpoint": {"every_s": 90}}}')
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(config)))[1]
     assert " ".join(told[2:4]).startswith(
         "checkpoint.every_s is 90: the job takes checkpoints of its own once its script"
@@ -225,8 +222,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB 0.0 MiB",
     ]
     assert told[-2:] == [
-        "no replica of (0,0): one takes 18432.0 MiB; of members that might hold it m1 has most room, 4096.0 MiB",
-        "no replica of (0,1): one takes 57344.0 MiB; of members that might hold it m0 has most room, 43008.0 MiB",
+        "no replica of (0,0): one takes 22528.0 MiB; of members that might hold it m1 has most room, 2048.0 MiB",
+        "no replica of (0,1): one takes 69632.0 MiB; of members that might hold it m0 has most room, 49152.0 MiB",
     ]
     config.unlink()
     lazy.unlink()

@@ -58,13 +58,13 @@ def waiting(plan: Plan, members: list[Candidate]) -> tuple[str, ...]:
     for member in members:
         if member.id not in plan.members:
             continue
-        stages = [plan.memory[role.stage] for role in plan.shadowed_by(member.id) if plan.memory[role.stage].parked]
+        stages = [stage for role in plan.shadowed_by(member.id) if (stage := plan.memory[role.stage]).parked]
         needed = held(plan, member)
         for stage in stages:
             after = stage.passes + stage.clones
             needed += max(0, stage.sums + (stage.redundant or 0) - after)
-        unknown = any(stage.redundant is None for stage in stages)
-        if unknown or (stages and member.memory is not None and needed > member.memory):
+        unknown = any(stage.redundant is None for stage in plan.memory)
+        if (stages and unknown) or (stages and member.memory is not None and needed > member.memory):
             found.add(member.id)
     return tuple(sorted(found))
 
@@ -303,11 +303,13 @@ def test_replicas_wait_where_what_they_keep_ahead_of_a_loss_has_no_room() -> Non
     # A joiner brings room.
     grown = best_plan(healed, [*left, Candidate("m6", 6, "h6", home=2, memory=50)])
     assert drawn(grown) == "0/3 1/0 6/1 3/1" and grown.parked == ("m1",), "who holds it remains"
-    # What is not known yet is not decided; lazy replicas wait in any case, and those that cannot wait never do.
+    # What is not known of all is not decided; lazy replicas wait in any case, and those that cannot wait never do.
     for redundant, parked, expected in ((None, True, 4), (None, False, 0), (100, False, 0), (0, True, 0)):
         stages = (replace(known, redundant=redundant, parked=parked),) * 4
         roomy = [replace(member, memory=1000) for member in members]
         assert len(job(Layout(1, 4), roomy, stages).parked) == expected
+    told = (known, replace(known, redundant=None), known, known)
+    assert len(job(Layout(1, 4), [replace(member, memory=1000) for member in members], told).parked) == 4
     unlimited = [replace(member, memory=None) for member in members]
     assert job(Layout(1, 4), unlimited, (known,) * 4).parked == ()
     # Each slice by itself.

@@ -97,15 +97,16 @@ class Room:
 
         Of a replica that computes ahead of a loss the larger one counts of what it takes before the loss and after it.
         A member with room for some of its replicas alone has all of them wait. ``None``: what redundant passes keep is
-        not known, or there are none.
+        not known of all stages, or there are none.
         """
         if not self.parked:
             return {}
+        unknown = any(stage.redundant is None for stage in self._stages)
         left, found = self.left(owners, shadows), dict[str, int | None]()
         for member in sorted({shadow for shadow in shadows if shadow is not None}):
             guests = [stage for stage, shadow in zip(self._stages, shadows, strict=True) if shadow == member]
             lacking = sum(max(0, stage.ahead - stage.shadowed) for stage in guests) - left.get(member, inf)
-            if any(stage.redundant is None for stage in guests):
+            if unknown:
                 found[member] = None
             elif lacking > 0:
                 found[member] = int(lacking)

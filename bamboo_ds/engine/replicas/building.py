@@ -226,8 +226,7 @@ class StageBuilder(InContext):
             return False, resident
         if self.mode is not RedundancyMode.AUTO:
             return True, None
-        roles = plan.shadowed_by(self.epoch.member)
-        if any(plan.memory and plan.memory[role.stage].redundant is None for role in roles):
+        if any(stage.redundant is None for stage in plan.memory):
             return True, "what redundant passes keep is not known yet"
         if self._full is not None and self._full[0] == plan.epoch:
             return True, self._full[1]
