@@ -198,7 +198,7 @@ class PassBytes(InContext):
         if self.mode is RedundancyMode.AUTO and self.ds.device.type != HOST.type:
             budget = self.settings.redundancy.memory_budget_mb
             most = count * (saved + boundary)
-        self.redundant[stage] = most if budget is None else min(most, round(budget * 2**20))
+            self.redundant[stage] = most if budget is None else min(most, round(budget * 2**20))
 
 
 def _bytes_of(value: object) -> int:
