@@ -89,9 +89,9 @@ def test_they_compute_where_there_is_room(tmp_path: Path, reference: Reference) 
 
     The check of the first steps is over by then, and is not begun again.
     """
-    redundancy = {"mode": "auto", "sync_every": 2, "check_exact": 2}
+    redundancy = {"mode": "auto", "sync_every": 2, "check_exact": 3}
     block = {"redundancy": redundancy, "topology": {"blocks": 1, "memory_limit_mb": ROOM / 2**20}}
-    faults = [surviving.fault(2, 6, "BackwardPass", 2)]
+    faults = [surviving.fault(2, 7, "BackwardPass", 2)]
     result = surviving.survive_in_turn(tmp_path, reference, faults, bamboo=block, checked=True)
     placed = result.events("replicas_placed")
     first, last = [True, False], [True, False, True]
@@ -102,10 +102,10 @@ def test_they_compute_where_there_is_room(tmp_path: Path, reference: Reference) 
         "there is room for what redundant passes keep",
         "there is no room for what redundant passes keep",
     }
-    (healed,) = (e["epoch"] for e in placed if e["parked"] and e["step"] > 2)
+    assert [e["step"] for e in result.events("exact_checked")] == [3], "no other plan has interrupted it"
+    (healed,) = (e["epoch"] for e in placed if e["parked"] and e["epoch"] > 3)
     steps = result.events("step")
-    assert not any(e["frc_done"] for e in steps if e["step"] in (1, 2) and e["epoch"] == 2)
-    assert any(e["frc_done"] for e in steps if e["step"] <= 5)
+    assert any(e["frc_done"] for e in steps if e["epoch"] == 3)
     after = [e["frc_done"] for e in steps if e["epoch"] == healed]
     assert 0 < max(after) <= 2 * 6 and len(after) > 1, "of the stages that m1 and m3 shadow"
     assert len(result.events("plan")) == 5, "the last two of the loss"
