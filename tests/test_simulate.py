@@ -97,7 +97,7 @@ def test_one_loss_by_hand() -> None:
     late = [(7.5, lazy, 0, 2.0), (7.5, eager, 1, 2.0)]
     for at_s, mode, sync_every, left_s, mega in (*((*each, None) for each in (*early, *late)), *chosen):
         memory = None if mega is None else mega * 10**6
-        profile = model(memory=memory, layers=2, micro_batches=2, stages=2, pipelines=1)
+        profile = model(memory=memory, optimizer="adam", layers=2, micro_batches=2, stages=2, pipelines=1)
         market = nodes(2, 100, (at_s, "remove", "n1"))
         one = simulation(market, profile, config=settings(mode, sync_every))
         job = one.job("bamboo-whole-stages", market, seed=_seed_with_order(market, ["n0", "n1"]))
