@@ -143,7 +143,10 @@ WAITING = (
     "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them (the event replicas_placed "
     "says where they are)"
 )
-PAGE_LOCKED = "page-locked, at most: replicas that wait, and gradients on their way; boundary tensors come on top"
+PAGE_LOCKED = (
+    "page-locked, at most: replicas that wait, and gradients on their way; boundary tensors and slabs for steps come "
+    "on top"
+)
 
 
 def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -185,7 +185,10 @@ def _tell_parked(
         f"{_size(most)} on host {host}, the most; so much of a device is kept free for them (the event replicas_placed "
         "says where they are)"
     )
-    click.echo("page-locked, at most: replicas that wait, and gradients on their way; boundary tensors come on top")
+    click.echo(
+        "page-locked, at most: replicas that wait, and gradients on their way; boundary tensors and slabs for steps "
+        "come on top"
+    )
     if config.redundancy.mode is RedundancyMode.AUTO and not state.sliced:
         click.echo(
             "they compute ahead of a loss on members with room for that, once passes have been measured "
