@@ -40,8 +40,10 @@ class RedundancyConfig(ConfigPart):
     """``bamboo.redundancy``"""
 
     mode: RedundancyMode = Field(
-        RedundancyMode.EAGER_FORWARD,
-        description="`none`, `lazy-frc-lazy-brc`, `eager-frc-lazy-brc` or `eager-frc-eager-brc`",
+        RedundancyMode.AUTO,
+        description="`none`, `lazy-frc-lazy-brc`, `eager-frc-lazy-brc`, `eager-frc-eager-brc`, or `auto`: "
+        "`eager-frc-lazy-brc` on members with room for it on their device, and on those without a device; "
+        "`lazy-frc-lazy-brc` on the others, see [Memory](../guides/even-shares.md#memory)",
     )
     placement: Literal["idle", "fixed"] = Field(
         "idle",
@@ -63,8 +65,8 @@ class RedundancyConfig(ConfigPart):
     park: bool = Field(
         True,
         description="replicas that compute nothing are in host memory, so that they take no memory of devices until "
-        "they do: with `lazy-frc-lazy-brc`, on other devices than CPUs, and with optimizers that compute each element "
-        "by itself; see [Memory](../guides/even-shares.md#memory)",
+        "they do: with `lazy-frc-lazy-brc` and `auto`, on other devices than CPUs, with optimizers that compute each "
+        "element by itself; see [Memory](../guides/even-shares.md#memory)",
     )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
@@ -86,8 +88,8 @@ class RedundancyConfig(ConfigPart):
 
     @property
     def parks(self) -> bool:
-        """Whether replicas may be parked: they compute nothing unless their stage is lost or divided."""
-        return self.park and self.mode.replicas and not self.mode.eager_forward
+        """Whether replicas may be parked: they need not compute unless their stage is lost or divided."""
+        return self.park and self.mode in (RedundancyMode.AUTO, RedundancyMode.LAZY)
 
     def steps_to_check(self) -> int:
         """How many steps are checked.

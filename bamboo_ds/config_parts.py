@@ -10,8 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 
 class RedundancyMode(str, Enum):
-    """What a shadow computes ahead of a loss (the paper's three modes, and none at all)."""
+    """What a shadow computes ahead of a loss (the paper's three modes, one of two of them, and none at all)."""
 
+    AUTO = "auto"
     NONE = "none"
     LAZY = "lazy-frc-lazy-brc"
     EAGER_FORWARD = "eager-frc-lazy-brc"
@@ -24,8 +25,8 @@ class RedundancyMode(str, Enum):
 
     @property
     def eager_forward(self) -> bool:
-        """Whether redundant forward passes run before a loss."""
-        return self in (RedundancyMode.EAGER_FORWARD, RedundancyMode.EAGER)
+        """Whether redundant forward passes run before a loss; with ``AUTO`` where there is room for them."""
+        return self in (RedundancyMode.AUTO, RedundancyMode.EAGER_FORWARD, RedundancyMode.EAGER)
 
     @property
     def eager_backward(self) -> bool:

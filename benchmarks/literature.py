@@ -76,8 +76,8 @@ def sizes(profile: Profile, terms: Terms, nodes: int, least: int) -> list[tuple[
                 continue
             pace = Pace(profile, terms, pipelines, stages, config.redundancy.mode)
             plans = [planned(pace, count, config) for count in (nodes, least)]
-            fit = [pace.fits(plan) for plan in plans]
-            rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.need(plans[0])
+            fit = [pace.footprint.fits(plan) for plan in plans]
+            rating = Stretch(pace, plans[0]).seconds if fit[0] else pace.footprint.need(plans[0])
             found.append((-sum(fit) if fit[0] else 0, rating, (pipelines, stages)))
     return [size for *_, size in sorted(found)]
 
@@ -136,7 +136,7 @@ def undisturbed(simulation: Simulation) -> float:
 def needed_gib(profile: Profile, size: tuple[int, int], count: int) -> float:
     """Memory with which replicas fit on ``count`` members."""
     pace = Pace(profile, TERMS, *size, BambooConfig().redundancy.mode)
-    return pace.need(planned(pace, count, BambooConfig())) / _GIB
+    return pace.footprint.need(planned(pace, count, BambooConfig())) / _GIB
 
 
 def on_market(market: Market, profile: Profile, tried: int) -> dict[str, Any]:

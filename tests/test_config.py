@@ -47,7 +47,7 @@ pytestmark = pytest.mark.claim(
 def test_an_empty_block_switches_everything_on() -> None:
     config = bamboo_config({"bamboo": {}})
     assert config == BambooConfig()
-    assert config is not None and config.redundancy.mode is RedundancyMode.EAGER_FORWARD
+    assert config is not None and config.redundancy.mode is RedundancyMode.AUTO
 
 
 @pytest.mark.parametrize("config", [{}, {"bamboo": {"enabled": False}}])

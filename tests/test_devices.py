@@ -281,6 +281,7 @@ def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
     replica: Any = SimpleNamespace(
         role=Role(0, 1),
         pending=None,
+        parked=False,
         results=SimpleNamespace(reduced=None),
         share=share,
         begin_again=lambda: begun.append("again"),

@@ -204,7 +204,8 @@ def test_a_job_grows_beyond_its_stages(tmp_path: Path, reference: Reference) -> 
 def test_members_may_hold_only_so_much(tmp_path: Path, reference: Reference) -> None:
     """Two members have room for both stages, but not for what passes keep besides; one that joins holds one of them."""
     state = [16 * parameters for parameters in (2 * 272, 2 * 272 + 170)]
-    limited = {"topology": {"memory_limit_mb": sum(state) / 2**20}, "redundancy": {"verify_every": 2}}
+    redundancy = {"verify_every": 2, "sync_every": 0}  # no copies of gradients
+    limited = {"topology": {"memory_limit_mb": sum(state) / 2**20}, "redundancy": redundancy}
     go = tmp_path / "go"
     command = ["--stages", "2", *slow_until(go)]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -137,6 +138,17 @@ def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.M
         assert not found.stages > 1
 
 
+WAITING = (
+    "replicas wait in host memory until they compute, where members have other devices than CPUs: "
+    "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them (the event replicas_placed "
+    "says where they are)"
+)
+PAGE_LOCKED = (
+    "page-locked, at most: gradients and sums of replicas that wait, and on their way to them; boundary tensors and "
+    "slabs for steps come on top"
+)
+
+
 def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     built = Built(stages=2, layers=(3, 3), parameters=(1 << 30, 3 << 30), optimizer="Adam")
     findings = [Finding("etcd", "ok", "there"), Finding("disk", "warning", "little", "make room")]
@@ -154,55 +166,67 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert code == 0 and told == [
         "1 checks of bamboo doctor are well, but:",
         "warning: disk: little; make room",
-        "plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc",
-        "member host owns shadows parameters own state replicas sum",
-        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 16.00 GiB 48.00 GiB 64.00 GiB",
-        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB",
+        "plan: 1 pipeline of 2 stages on 2 members, redundancy auto",
+        "member host owns shadows parameters own state replicas sum page-locked",
+        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 16.00 GiB 48.00 GiB 64.00 GiB 44.00 GiB",
+        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 48.00 GiB 16.00 GiB 64.00 GiB 36.00 GiB",
         "state: 16 bytes per parameter of an own stage, 16 of a replica (fp32, Adam); what passes keep comes on top",
+        "for a while also 4 on owners, of copies of gradients; 8 on shadows, of sums of gradients, in bytes per "
+        "parameter",
+        WAITING,
+        PAGE_LOCKED,
+        "they compute ahead of a loss on members with room for that, once passes have been measured (redundancy.mode "
+        "auto)",
     ]
+    little = tmp_path / "little.json"
+    short = "m0 lacks 8.00 GiB and more to have its replicas compute before a loss"
+    for limit, missing in ((92 * 1024, []), (84 * 1024, [short])):
+        little.write_text(json.dumps({"bamboo": {"topology": {"memory_limit_mb": limit}}}))
+        told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(little)))[1]
+        assert told[told.index(PAGE_LOCKED) + 2 :] == missing
+    little.write_text('{"bamboo": {"redundancy": {"mode": "eager-frc-lazy-brc", "sync_every": 0}}}')
+    told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(little)))[1]
+    assert told[3].endswith("sum") and told[-1].startswith("state: 16 bytes per parameter"), "nothing waits, or leaves"
+    little.unlink()
     lazy = tmp_path / "lazy.json"
     lazy.write_text('{"bamboo": {"redundancy": {"mode": "lazy-frc-lazy-brc"}}}')
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(lazy)))[1]
-    assert told[-1] == (
-        "replicas wait in host memory until they compute, where members have other devices than CPUs: "
-        "48.00 GiB on host emulated-0, the most; so much of a device is kept free for them (the event replicas_placed "
-        "says where they are)"
-    )
+    assert told[-2:] == [WAITING, PAGE_LOCKED]
     before, built = built, replace(built, optimizer="Lamb")
     assert run(script=("--deepspeed_config", str(lazy)))[1][-1].startswith("replicas stay on devices: Lamb may not")
     built = before
     whole, built = built, replace(built, stages=4, parameters=(1 << 30, 3 << 30, 1 << 30, 1 << 30))
     code, told = run("--emulate-hosts", "2", "--ranks", "4")
-    assert code == 0 and told[2:-1] == [
-        "plan: 1 pipeline of 4 stages on 2 members, redundancy eager-frc-lazy-brc",
+    assert code == 0 and told[2:7] == [
+        "plan: 1 pipeline of 4 stages on 2 members, redundancy auto",
         "so once the job runs: until then members start 2 further workers for the ranks beyond their first",
-        "member host owns shadows parameters own state replicas sum",
-        "m0 emulated-0 (0,0) (0,3) (0,1) (0,2) 2,147,483,648 32.00 GiB 64.00 GiB 96.00 GiB",
-        "m1 emulated-1 (0,1) (0,2) (0,0) (0,3) 4,294,967,296 64.00 GiB 32.00 GiB 96.00 GiB",
+        "member host owns shadows parameters own state replicas sum page-locked",
+        "m0 emulated-0 (0,0) (0,3) (0,1) (0,2) 2,147,483,648 32.00 GiB 64.00 GiB 96.00 GiB 64.00 GiB",
+        "m1 emulated-1 (0,1) (0,2) (0,0) (0,3) 4,294,967,296 64.00 GiB 32.00 GiB 96.00 GiB 56.00 GiB",
     ]
     built = replace(whole, frozen=(0, 1 << 30), precision="bf16")
     told = run("--emulate-hosts", "2")[1]
-    assert told[3:] == [
-        "member host owns shadows parameters frozen own state replicas sum",
-        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 0 18.00 GiB 56.00 GiB 74.00 GiB",
-        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 1,073,741,824 56.00 GiB 18.00 GiB 74.00 GiB",
+    assert told[3:7] == [
+        "member host owns shadows parameters frozen own state replicas sum page-locked",
+        "m0 emulated-0 (0,0) (0,1) 1,073,741,824 0 18.00 GiB 56.00 GiB 74.00 GiB 44.00 GiB",
+        "m1 emulated-1 (0,1) (0,0) 3,221,225,472 1,073,741,824 56.00 GiB 18.00 GiB 74.00 GiB 36.00 GiB",
         "state: 18 bytes per parameter of an own stage, 18 of a replica, 2 of a frozen one on either (bf16, Adam); "
         "what passes keep comes on top",
     ]
     config = tmp_path / "ds_config.json"
-    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 61440}, "checkpoint": {"every_s": 90}}}')
+    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 71680}, "checkpoint": {"every_s": 90}}}')
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(config)))[1]
     assert " ".join(told[2:4]).startswith(
         "checkpoint.every_s is 90: the job takes checkpoints of its own once its script"
     )
-    told = told[told.index("plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc") - 2 :]
+    told = told[told.index("plan: 1 pipeline of 2 stages on 2 members, redundancy auto") - 2 :]
     assert told[4:6] == [
-        "m0 emulated-0 (0,0) - 1,073,741,824 0 18.00 GiB 0.0 MiB 18.00 GiB",
-        "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB",
+        "m0 emulated-0 (0,0) - 1,073,741,824 0 18.00 GiB 0.0 MiB 18.00 GiB 0.0 MiB",
+        "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB 0.0 MiB",
     ]
     assert told[-2:] == [
-        "no replica of (0,0): one takes 18432.0 MiB; of members that might hold it m1 has most room, 4096.0 MiB",
-        "no replica of (0,1): one takes 57344.0 MiB; of members that might hold it m0 has most room, 43008.0 MiB",
+        "no replica of (0,0): one takes 22528.0 MiB; of members that might hold it m1 has most room, 2048.0 MiB",
+        "no replica of (0,1): one takes 69632.0 MiB; of members that might hold it m0 has most room, 49152.0 MiB",
     ]
     config.unlink()
     lazy.unlink()
@@ -212,7 +236,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "plan: 2 members; how many stages there are only the script knows",
     ]
     code, told = run("--pipelines", "1")
-    assert code == 0 and told[3] == "plan: 1 pipeline of 2 stages on 2 members, redundancy eager-frc-lazy-brc"
+    assert code == 0 and told[3] == "plan: 1 pipeline of 2 stages on 2 members, redundancy auto"
     assert told[-1] == "memory: unknown, as the parameters of the stages are"
     built = Built(problem="a test says so")
     assert run() == (1, [*told[:2], "problem: script: a test says so"])

@@ -80,6 +80,40 @@ def test_those_of_other_optimizers_stay_on_the_device(tmp_path: Path, reference:
     assert max(each["bytes"] for each in last.values()) < 1000, "counts of steps alone are in host memory"
 
 
+#: Bytes for a role and a replica that computes, or for two roles and one, but not for a role and two.
+ROOM = 54_000
+
+
+def test_they_compute_where_there_is_room(tmp_path: Path, reference: Reference) -> None:
+    """With ``auto``, once it is known what passes keep. After a loss one member has two, which wait; the others go on.
+
+    The check of the first steps is over by then, and is not begun again.
+    """
+    redundancy = {"mode": "auto", "sync_every": 2, "check_exact": 3}
+    block = {"redundancy": redundancy, "topology": {"blocks": 1, "memory_limit_mb": ROOM / 2**20}}
+    faults = [surviving.fault(2, 7, "BackwardPass", 2)]
+    result = surviving.survive_in_turn(tmp_path, reference, faults, bamboo=block, checked=True)
+    placed = result.events("replicas_placed")
+    first, last = [True, False], [True, False, True]
+    found = {slot: [e["parked"] for e in placed if e["member"].startswith(f"m{slot}-")] for slot in range(4)}
+    assert found == {0: last, 1: first, 2: first, 3: first}, placed
+    assert {e["reason"] for e in placed} == {
+        "what redundant passes keep is not known yet",
+        "there is room for what redundant passes keep",
+        "there is no room for what redundant passes keep",
+    }
+    assert [e["step"] for e in result.events("exact_checked")] == [3], "no other plan has interrupted it"
+    (healed,) = (e["epoch"] for e in placed if e["parked"] and e["epoch"] > 3)
+    steps = result.events("step")
+    assert any(e["frc_done"] for e in steps if e["epoch"] == 3)
+    after = [e["frc_done"] for e in steps if e["epoch"] == healed]
+    assert 0 < max(after) <= 2 * 6 and len(after) > 1, "of the stages that m1 and m3 shadow"
+    assert len(result.events("plan")) == 5, "the last two of the loss"
+    assert result.events("replica_verified") and not result.events("replica_mismatch")
+    counts = [json.loads(file.read_text()) for file in tmp_path.glob("far-*")]
+    assert len(counts) == 3 and not any(each["lost"] for each in counts), counts
+
+
 def test_stages_with_weights_in_common(tmp_path: Path, reference: Reference) -> None:
     faults = [surviving.fault(3, 1, "RecvReplica"), surviving.fault(1, 3, "ReduceTiedGrads")]
     gpt_jobs.survive(tmp_path, reference, faults, 4)

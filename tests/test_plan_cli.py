@@ -15,7 +15,7 @@ from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import JobRecord, LayoutRecord, WorkerState
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.job_settings import JobSettings
-from bamboo_ds.topology import Layout, Plan, initial_plan, takeover, with_redundancy
+from bamboo_ds.topology import Layout, Plan, StageMemory, initial_plan, takeover, with_redundancy
 
 from .support.etcd import EtcdServer, new_namespace
 from .support.records import member
@@ -114,6 +114,33 @@ def test_a_running_job(keys: Keyspace) -> None:
     assert gone["unheld"] == [[0, 3]], "its role had no shadow yet"
     assert "role (0,3): nobody holds its state any more" in gone["reasons"]
     assert "role (0,0): taken over" not in " ".join(gone["reasons"])
+
+
+def test_where_replicas_of_a_running_job_are(keys: Keyspace) -> None:
+    """By what its workers tell of passes: they wait until it is known of all stages, then where there is no room."""
+    stage = StageMemory(10 << 20, 10 << 20, 8 << 20, parked=True, clones=1 << 20, sums=4 << 20)
+    begun = with_redundancy(initial_plan("abcd"), Layout(1, 4), True, memory=(stage,) * 4)
+    assert begun.parked == ("a", "b", "c", "d")
+    keys.put(Keys.PLAN, begun)
+    keys.add("c")
+    for number, name in enumerate("abcd"):
+        room = (40 if name == "c" else 41) << 20
+        keys.put(Keys.report(name), LayoutRecord(id=name, layout=begun.world, redundant=True, memory=room))
+        assert report(*keys.arguments)["parked"] == ["a", "b", "c", "d"]
+        told = {"passes": {number: 2 << 20}, "redundant": {number: 14 << 20}}
+        keys.put(Keys.worker(name), WorkerState(id=name, epoch=begun.epoch, **told))
+    found = report(*keys.arguments)
+    assert found["parked"] == ["c"], "13 MiB of its own, and 28 of a replica that computes"
+    assert "replicas of a compute ahead of a loss: there is room for that" in found["reasons"]
+    assert not any(reason.startswith(("no role changes", "replicas of c")) for reason in found["reasons"])
+    keys.put(Keys.PLAN, replace(begun, parked=()))
+    reason = (
+        "replicas of c wait in host memory until they compute, as c lacks 1.0 MiB to have them compute ahead of a loss"
+    )
+    assert reason in report(*keys.arguments)["reasons"]
+    text = bamboo_plan(*keys.arguments, "--explain")
+    assert "c may hold 40.0 MiB, and holds 26.0 MiB, its replicas in host memory\n" in text
+    assert "d may hold 41.0 MiB, and holds 26.0 MiB\n" in text
 
 
 def test_unknown_jobs(etcd: EtcdServer) -> None:

@@ -42,13 +42,31 @@ def held(plan: Plan, member: Candidate) -> int:
     total, home = 0, member.home if member.home < plan.world.size else None
     for rank, role in enumerate(plan.world.roles):
         stage, learns = plan.memory[role.stage], (rank, member.id) in plan.learners
+        after = stage.passes + stage.clones
         if plan.shadows and plan.shadows[rank] == member.id:
-            total += stage.replica + stage.passes
+            total += stage.replica + (after if stage.parked else max(after, stage.sums + (stage.redundant or 0)))
         elif plan.owners[rank] == member.id or (learns and not stage.parked):
-            total += stage.own + stage.passes
+            total += stage.own + after
         elif rank == home:
             total += stage.own
     return total
+
+
+def waiting(plan: Plan, members: list[Candidate]) -> tuple[str, ...]:
+    """Members whose replicas wait, found role by role."""
+    found = set()
+    for member in members:
+        if member.id not in plan.members:
+            continue
+        stages = [stage for role in plan.shadowed_by(member.id) if (stage := plan.memory[role.stage]).parked]
+        needed = held(plan, member)
+        for stage in stages:
+            after = stage.passes + stage.clones
+            needed += max(0, stage.sums + (stage.redundant or 0) - after)
+        unknown = any(stage.redundant is None for stage in plan.memory)
+        if (stages and unknown) or (stages and member.memory is not None and needed > member.memory):
+            found.add(member.id)
+    return tuple(sorted(found))
 
 
 def exceeding(plan: Plan, members: list[Candidate]) -> set[str]:
@@ -80,7 +98,8 @@ class History:
         sizes = [random.choice([10, 10, 10, 16, 25]) if random.random() < 0.6 else 10 for _ in range(stages)]
         more, passes, parked = random.choice([0, 0, 2]), random.choice([0, 0, 3]), random.random() < 0.3
         more = 0 if parked else more
-        self.memory = tuple(StageMemory(size, size + more, size - 3, passes, parked) for size in sizes)
+        drawn = random.choice([(), (2, 4, None), (2, 4, 3), (0, 0, 9)]) if parked else random.choice([(), (2, 4)])
+        self.memory = tuple(StageMemory(size, size + more, size - 3, passes, parked, *drawn) for size in sizes)
         self.hosts = random.choice([1, 3, 8])
         self.typical = random.choice([None, 26, 33, 40, 55])
         self.policy = Policy(
@@ -112,6 +131,7 @@ class History:
             if self.plan.unheld:
                 return False
             assert self.plan.crowded == tuple(m for m in self.plan.members if m in exceeding(self.plan, self.members))
+            assert self.plan.parked == waiting(self.plan, self.members)
             cloned = [
                 owner
                 for rank, owner in enumerate(self.plan.owners)
@@ -146,6 +166,11 @@ class History:
         assert target == best_plan(plan, shuffled, policy=self.policy, holders=holders)
         usable = [m for m in self.members if m.id in target.members]
         assert target.crowded == tuple(m for m in target.members if m in exceeding(target, usable))
+        assert target.parked == waiting(target, usable)
+        shadowing = {shadow for shadow in target.shadows if shadow is not None}
+        self.happened["some wait"] += set() < set(target.parked) < shadowing
+        self.happened["wait from now on"] += bool(set(target.parked) - set(plan.parked))
+        self.happened["wait no more"] += bool(set(plan.parked) & shadowing - set(target.parked))
         if target.crowded:
             self.happened["nothing fits"] += 1
             assert not owners_fit(plan, self.members), "another plan is within what members may hold"
@@ -192,6 +217,7 @@ def test_every_kind_of_event_happens() -> None:
     for seed in range(40):
         happened += live(seed, 5)
     wanted = ["nothing fits", "given up", "given up for copies", "all shadowed within limits", "clones that exceed"]
+    wanted += ["some wait", "wait from now on", "wait no more"]
     assert all(happened[kind] >= 2 for kind in wanted), happened
     assert happened["exchanges that exceed"] <= 2
 
@@ -255,6 +281,60 @@ def test_a_loss_with_little_room() -> None:
     # A joiner has its home's stage in any case.
     grown = best_plan(healed, [*left, replace(four(25, 7)[6], home=2)])
     assert drawn(grown) == "0/3 1/0 6/1 3/6" and not grown.unshadowed
+
+
+def test_replicas_wait_where_what_they_keep_ahead_of_a_loss_has_no_room() -> None:
+    """A loss makes its heir's replica wait and no other; each plan decides anew, from what is known by then."""
+    known = StageMemory(10, 10, 8, passes=2, parked=True, clones=1, sums=4, redundant=12)
+    members = [replace(member, memory=50) for member in four(0)]
+    plan = job(Layout(1, 4), members, (known,) * 4)
+    assert drawn(plan) == "0/3 1/0 2/1 3/2"
+    # 13 of a role, and 26 of a replica.
+    assert plan.parked == () and job(Layout(1, 4), four_with(38), (known,) * 4).parked == ("m0", "m1", "m2", "m3")
+    assert job(Layout(1, 4), four_with(39), (known,) * 4).parked == ()
+    hurt = takeover(plan, {"m2"}, members=members)
+    assert drawn(hurt) == "0/3 1/0 1/- 3/-" and hurt.parked == ()
+    left = [member for member in members if member.id != "m2"]
+    healed = best_plan(hurt, left)
+    assert drawn(healed) == "0/3 1/0 1/0 3/1" and not healed.unshadowed
+    assert healed.parked == ("m0", "m1"), "with two replicas, or two roles, beside another one"
+    again = best_plan(healed, left)
+    assert again.parked == healed.parked and drawn(again) == drawn(healed)
+    # A joiner brings room.
+    grown = best_plan(healed, [*left, Candidate("m6", 6, "h6", home=2, memory=50)])
+    assert drawn(grown) == "0/3 1/0 6/1 3/1" and grown.parked == ("m1",), "who holds it remains"
+    # What is not known of all is not decided; lazy replicas wait in any case, and those that cannot wait never do.
+    for redundant, parked, expected in ((None, True, 4), (None, False, 0), (100, False, 0), (0, True, 0)):
+        stages = (replace(known, redundant=redundant, parked=parked),) * 4
+        roomy = [replace(member, memory=1000) for member in members]
+        assert len(job(Layout(1, 4), roomy, stages).parked) == expected
+    told = (known, replace(known, redundant=None), known, known)
+    assert len(job(Layout(1, 4), [replace(member, memory=1000) for member in members], told).parked) == 4
+    unlimited = [replace(member, memory=None) for member in members]
+    assert job(Layout(1, 4), unlimited, (known,) * 4).parked == ()
+    # Each slice by itself.
+    sliced = Layout(2, 2, slices=2)
+    assert job(sliced, [replace(m, home=m.slot) for m in four_with(39)], (known,) * 2).parked == ()
+    assert len(job(sliced, [replace(m, home=m.slot) for m in four_with(38)], (known,) * 2).parked) == 4
+
+
+def four_with(memory: int) -> list[Candidate]:
+    return [replace(member, memory=memory) for member in four(0)]
+
+
+def test_copies_of_gradients_count() -> None:
+    """Those that owners make and, where a replica is on the device, sums that shadows hold."""
+    kinds = ((1, False, False), (1, True, False), (2, False, False), (2, True, False), (1, True, True))
+    found = [
+        StateBytes("bf16", "Adam", pipelines=pipelines, syncs=syncs, sliced=sliced).of(100)
+        for pipelines, syncs, sliced in kinds
+    ]
+    assert [(each.clones, each.sums) for each in found] == [(0, 0), (400, 800), (400, 0), (400, 800), (800, 800)]
+    assert {(each.own, each.replica, each.copied) for each in found} == {(1800, 1800, 1400)}
+    stage = replace(found[1], passes=50)
+    assert (stage.owned, stage.shadowed) == (2250, 2600)
+    assert replace(stage, passes=500).shadowed == 2700, "after a loss there are passes, and sums are the gradients"
+    assert (replace(stage, parked=True).shadowed, replace(stage, redundant=300).shadowed) == (2250, 2900)
 
 
 def test_owners_that_hold_too_much_pass_roles_on() -> None:

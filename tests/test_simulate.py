@@ -88,12 +88,16 @@ def test_one_loss_by_hand() -> None:
     n1   .  F0 B0 B0 F1 B1 B1        n0 does F0 B0 F1 B1 of stage 1 again (6 s), then B1 of its own (2 s).
 
     With the sums of micro-batch 0 it leaves out F0 and B0 of stage 1, with redundant passes F0 and F1. After 7.5 s it
-    has all that stage 1 has to give, and is within B1 of its own.
+    has all that stage 1 has to give, and is within B1 of its own. With "auto" there are redundant passes where a device
+    has room for their replica, of 16 MB as the stage, and for two sets of sums, of 2 MB.
     """
-    profile = model(layers=2, micro_batches=2, stages=2, pipelines=1)
-    lazy, eager = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD
+    lazy, eager, auto = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD, RedundancyMode.AUTO
     early = [(6.5, lazy, 0, 8.0), (6.5, eager, 0, 6.0), (6.5, lazy, 1, 5.0), (6.5, eager, 1, 4.0)]
-    for at_s, mode, sync_every, left_s in (*early, (7.5, lazy, 0, 2.0), (7.5, eager, 1, 2.0)):
+    chosen = [(6.5, auto, 0, 6.0, None), (6.5, auto, 1, 4.0, 39), (6.5, auto, 1, 5.0, 37)]
+    late = [(7.5, lazy, 0, 2.0), (7.5, eager, 1, 2.0)]
+    for at_s, mode, sync_every, left_s, mega in (*((*each, None) for each in (*early, *late)), *chosen):
+        memory = None if mega is None else mega * 10**6
+        profile = model(memory=memory, optimizer="adam", layers=2, micro_batches=2, stages=2, pipelines=1)
         market = nodes(2, 100, (at_s, "remove", "n1"))
         one = simulation(market, profile, config=settings(mode, sync_every))
         job = one.job("bamboo-whole-stages", market, seed=_seed_with_order(market, ["n0", "n1"]))
@@ -283,12 +287,15 @@ def test_what_does_not_fit_is_not_used() -> None:
     fits = simulation(nodes(4, 1000), model(memory=10**9), Terms()).run(["bamboo"])[0]
     assert fits.memory.fits and fits.memory.least_members == 1 and fits.policies["bamboo"].samples
     # 2 layers of a million parameters: 32 MB of state for a stage, as much for a replica.
-    tight = simulation(nodes(4, 1000), model(memory=40 * 10**6), Terms()).run(["bamboo", "checkpoint-restart"])[0]
+    eager = settings(RedundancyMode.EAGER_FORWARD)
+    small = model(memory=40 * 10**6)
+    tight = simulation(nodes(4, 1000), small, Terms(), config=eager).run(["bamboo", "checkpoint-restart"])[0]
     assert not tight.memory.fits and tight.memory.without <= 40e6 < tight.memory.replicas
     assert tight.policies["bamboo"].samples == 0 and "do not fit" in str(tight.policies["bamboo"].idle)
     assert tight.policies["checkpoint-restart"].samples
     # Replicas of all stages fit on four members, and not on three: they go on without what does not fit.
-    some = simulation(nodes(4, 2000, (500.0, "remove", "n2")), model(memory=70 * 10**6), Terms()).run(["bamboo"])[0]
+    market, larger = nodes(4, 2000, (500.0, "remove", "n2")), model(memory=70 * 10**6)
+    some = simulation(market, larger, Terms(), config=eager).run(["bamboo"])[0]
     assert some.memory.fits and some.memory.least_members == 4
     assert some.policies["bamboo"].refused and some.policies["bamboo"].samples
 

@@ -238,7 +238,9 @@ def test_copies_and_checkpoints_contain_no_gradients() -> None:
     assert stock.copy_s(2, 4) == pytest.approx(2e6 * state.copied / (terms.host_gb_s * 1e9))
 
 
-@pytest.mark.parametrize(("mode", "fatal"), [(RedundancyMode.LAZY, 0), (RedundancyMode.EAGER_FORWARD, 1)])
+@pytest.mark.parametrize(
+    ("mode", "fatal"), [(RedundancyMode.LAZY, 0), (RedundancyMode.AUTO, 0), (RedundancyMode.EAGER_FORWARD, 1)]
+)
 def test_a_takeover_needs_no_room_for_parked_replicas(mode: RedundancyMode, fatal: int) -> None:
     """Owner and shadow of a role go at once: owners of its stage in other pipelines have two roles beside a replica."""
     profile = model(pipelines=3, stages=2, micro_batches=6, precision="bf16", optimizer="adam")

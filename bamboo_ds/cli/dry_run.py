@@ -19,7 +19,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ..config import config_path_from_argv
+from ..config import BambooConfig, RedundancyMode, config_path_from_argv
 from ..control import standard_input
 from ..control.agent.command import place_variables
 from ..control.leader.boundary import policy_of
@@ -27,10 +27,10 @@ from ..control.settings import MemberOptions
 from ..launchers.network import LOOPBACK
 from ..launchers.run import LocalSlots
 from ..observe.words import counted
-from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
-from ..topology.memory import StateBytes
+from ..topology import Candidate, Layout, Plan, Room, initial_plan, short_of_memory, with_redundancy
+from ..topology.memory import NEWEST_SUMS, StateBytes
 from ..topology.planner import plan as best_plan
-from ..topology.room import member_bytes
+from ..topology.room import member_bytes, page_locked
 from .building import Built
 from .doctor import Finding, Patient, examine
 from .output import console
@@ -105,6 +105,8 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         pipelines=pipelines,
         fp32_gradients=built.fp32_gradients,
         eager_backwards=redundancy.mode.eager_backward,
+        syncs=redundancy.mode.replicas and redundancy.sync_every != 0,
+        sliced=built.slices > 1,
     )
     state = replace(state, parked=redundancy.parks and state.elementwise)
     known = bool(built.parameters)
@@ -130,9 +132,11 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
     for column in ("member", "host", "owns", "shadows"):
         table.add_column(column)
     frozen = any(built.frozen)
-    for column in ("parameters", *(("frozen",) if frozen else ()), "own state", "replicas", "sum") if known else ():
+    sizes = ("own state", "replicas", "sum", *(("page-locked",) if state.parked else ()))
+    for column in ("parameters", *(("frozen",) if frozen else ()), *sizes) if known else ():
         table.add_column(column, justify="right")
     costs = member_bytes(plan, memory) if known else {}
+    locked = page_locked(plan, built.parameters, state) if known else Counter[str]()
     for member in members:
         owned, shadowed = plan.owned_by(member.id), plan.shadowed_by(member.id)
         row = [member.id, member.host, _listed(owned), _listed(shadowed)]
@@ -140,7 +144,7 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
             own, replicas = costs[member.id]
             for counts in (built.parameters, built.frozen) if frozen else (built.parameters,):
                 row.append(f"{sum(counts[role.stage] for role in owned):,}")
-            row += [*map(_size, (own, replicas, own + replicas))]
+            row += map(_size, (own, replicas, own + replicas, *([locked[member.id]] if state.parked else [])))
         table.add_row(*row)
     console().print(table)
     if known:
@@ -150,7 +154,13 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
         each += f", {state.frozen:g} of a frozen one on either" if frozen else ""
         click.echo(f"state: {each} ({kind}); what passes keep comes on top")
-        _tell_parked(redundancy.parks, state, members, costs)
+        copies = [f"{state.clones} on owners, of copies of gradients"] if state.clones else []
+        copies += [f"{NEWEST_SUMS * state.gradient} on shadows, of sums of gradients"] if state.syncs else []
+        if copies:
+            click.echo(f"for a while also {'; '.join(copies)}, in bytes per parameter")
+        _tell_parked(options.bamboo, state, members, costs)
+        if redundancy.mode is RedundancyMode.AUTO and state.parked and not state.sliced:
+            _tell_short(plan, members)
         for line in short_of_memory(plan, members):
             click.echo(line)
     else:
@@ -158,10 +168,10 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
 
 
 def _tell_parked(
-    parks: bool, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
+    config: BambooConfig, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
 ) -> None:
     """Where replicas are that compute nothing."""
-    if not parks:
+    if not config.redundancy.parks:
         return
     if not state.elementwise:
         click.echo(f"replicas stay on devices: {state.optimizer} may not compute each element by itself")
@@ -175,6 +185,23 @@ def _tell_parked(
         f"{_size(most)} on host {host}, the most; so much of a device is kept free for them (the event replicas_placed "
         "says where they are)"
     )
+    click.echo(
+        "page-locked, at most: gradients and sums of replicas that wait, and on their way to them; boundary tensors "
+        "and slabs for steps come on top"
+    )
+    if config.redundancy.mode is RedundancyMode.AUTO and not state.sliced:
+        click.echo(
+            "they compute ahead of a loss on members with room for that, once passes have been measured "
+            f"(redundancy.mode {RedundancyMode.AUTO.value})"
+        )
+
+
+def _tell_short(plan: Plan, members: Sequence[Candidate]) -> None:
+    """Whose replicas wait, whatever passes keep."""
+    least = replace(plan, memory=tuple(replace(stage, redundant=0) for stage in plan.memory))
+    short = Room(least, members).waiting(plan.owners, plan.shadows)
+    for member, missing in short.items():
+        click.echo(f"{member} lacks {_size(missing or 0)} and more to have its replicas compute before a loss")
 
 
 def _size(count: float) -> str:

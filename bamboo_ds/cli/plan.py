@@ -103,6 +103,7 @@ class PlanReport(_Told):
         parts: what shadows compute in the next plan.
         memory: of members of the next plan that may not hold any number of bytes, as far as it is known what stages
             take.
+        parked: those of the next plan whose replicas wait in host memory until they compute.
         reasons: one sentence per change, and per rule that cannot be met.
     """
 
@@ -119,6 +120,7 @@ class PlanReport(_Told):
     parts: list[DividedReport]
     moves: list[MoveReport]
     memory: list[MemoryReport]
+    parked: list[str]
     reasons: list[str]
 
 
@@ -215,7 +217,9 @@ def plan(
         click.echo(f"copy of ({move.pipeline},{move.stage}){size}: {move.source} -> {move.destination}")
     if explained:
         for each in report.memory:
-            click.echo(f"{each.member} may hold {each.limit / 2**20:.1f} MiB, and holds {each.held / 2**20:.1f} MiB")
+            waits = ", its replicas in host memory" if each.member in report.parked else ""
+            held = f"{each.held / 2**20:.1f} MiB{waits}"
+            click.echo(f"{each.member} may hold {each.limit / 2**20:.1f} MiB, and holds {held}")
         click.echo("\n".join(report.reasons))
 
 
@@ -290,6 +294,7 @@ def plan_report(
             for move in moves(current, target, holders, costs)
         ],
         memory=[MemoryReport(member=m, limit=limit, held=held) for m, limit, held in memory_of(target, members)],
+        parked=list(target.parked),
         reasons=reasons,
     )
 

@@ -148,7 +148,7 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
 
     dataset = _dataset_of(ds, layout)
     builder, limit = StageBuilder(context), settings.topology.memory_limit
-    stage = local_stage(ds, layout, mode.eager_backward, builder.parks)
+    stage = local_stage(context, builder.parks)
     report = partial(channel.report_layout, stage=stage, memory=limit, device=device_of(context))
     needs = Needs(partial(report, layout, mode.replicas), dataset is None)
     supply = BatchSupply(context, dataset, ds.data_iterator, needs)

@@ -225,7 +225,9 @@ class ReplicasPlaced(EventBase):
     step: int = Field(ge=0, description="steps that are done")
     global_step: int | None = GLOBAL_STEP
     parked: bool = Field(description="those that compute nothing are in host memory")
-    reason: str | None = Field(description="why they are on the device")
+    reason: str | None = Field(
+        description="why they are on the device; with `redundancy.mode` `auto` also why they are not"
+    )
     bytes: int = Field(ge=0, description="of their state, in host memory")
 
 

@@ -26,7 +26,7 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     """The plan of ``members`` if nobody holds any state yet: as after the start, when what it takes has been copied."""
     layout = pace.layout
     plan = with_redundancy(
-        initial_plan([f"rank {rank}" for rank in range(layout.size)]), layout, False, memory=pace.memory
+        initial_plan([f"rank {rank}" for rank in range(layout.size)]), layout, False, memory=pace.footprint.stages
     )
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
@@ -102,7 +102,7 @@ class BambooJob(SimulatedTraining):
         self._restarting: RestartRecord | None = None  # the restart that the leader has begun
         self._restarted: RestartRecord | None = None  # the newest one that has come to train
         self._furthest = 0  # the newest step that there ever was
-        shares = [count * pace.state.copied for count in pace.parameters]
+        shares = [count * pace.footprint.state.copied for count in pace.parameters]
         self._copy_s = max(shares) / (terms.host_gb_s * 1e9)
         self._load_s = max(shares) / (terms.storage_gb_s * 1e9)
 
@@ -128,7 +128,7 @@ class BambooJob(SimulatedTraining):
         self._decided = self._known()
         if not isinstance(action, WritePlan):
             return
-        if not self._pace.fits(action.plan):
+        if not self._pace.footprint.fits(action.plan):
             self.outcome.refused += 1
             return
         self._written = action
@@ -201,7 +201,7 @@ class BambooJob(SimulatedTraining):
             return "there are no members"
         self._placed = placed(self._pace, chosen, self._config)
         crowded = "the states of its stages do not fit on the members that there are"
-        return None if self._pace.fits(self._placed) else crowded
+        return None if self._pace.footprint.fits(self._placed) else crowded
 
     def _go(self) -> None:
         self._restarted = self._restarting
@@ -314,7 +314,7 @@ class BambooJob(SimulatedTraining):
                 action = yield from self._answer()
             if isinstance(action, WritePlan) and action.plan.immediate:
                 plan, lost = action.plan, [loss.member for loss in action.losses]
-                if plan.unheld or not self._pace.fits(plan):
+                if plan.unheld or not self._pace.footprint.fits(plan):
                     yield from self._fatal(plan, lost)
                     return
                 # Survivors work until they hear of the plan, but not on one that they have not agreed on.
@@ -424,7 +424,7 @@ class BambooJob(SimulatedTraining):
 
     def _size(self, rank: int) -> float:
         """Bytes of a role's state that are sent."""
-        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.state.copied
+        return self._pace.parameters[self._pace.layout.role(rank).stage] * self._pace.footprint.state.copied
 
     def _travel(self, copies: _Copies, seconds: float) -> Run:
         yield self.env.timeout(seconds)

@@ -1,4 +1,4 @@
-"""How long iterations take under a plan, whole or interrupted by a loss, and the memory that members need.
+"""How long iterations take under a plan, whole or interrupted by a loss.
 
 Passes are those of :func:`~bamboo_ds.schedule.compute_order`, by list scheduling. Pipelines that share no member are
 played each for itself, and equal ones once.
@@ -30,9 +30,9 @@ from ..schedule import (
     timeline,
 )
 from ..topology import BlockCosts, Layout, Plan, Role
-from ..topology.memory import StageMemory, StateBytes
+from ..topology.memory import StateBytes
 from ..topology.roles import MOST_BLOCKS
-from ..topology.room import member_bytes
+from .footprint import Footprint
 from .profile import Profile
 from .terms import Terms
 
@@ -40,6 +40,7 @@ from .terms import Terms
 #: replicas' gradients and updates take, which are counted by their bytes. Without eager passes there is nothing else
 #: that modes differ in: lazy replicas cost what this package costs without any.
 OVERHEAD = {
+    RedundancyMode.AUTO: 1.021,
     RedundancyMode.NONE: 1.008,
     RedundancyMode.LAZY: 1.008,
     RedundancyMode.EAGER_FORWARD: 1.021,
@@ -87,6 +88,7 @@ class Pace:
         cuts: where stages may be divided.
         costs: of their blocks, as members measure them.
         micro_batches: of a pipeline in an iteration.
+        footprint: what it needs of memory.
         saved: bytes per parameter in a checkpoint: all shards of the optimizer's state, and no gradients.
         sync_every: sums are sent after so many micro-batches; 0: never.
         sums_s: seconds that those of the largest stage take on the network.
@@ -127,13 +129,15 @@ class Pace:
         self.forward_s = [until[-1] for until in self._until["F"]]
         self.parameters = [sum(layer.parameters for layer in part) for part in parts]
         self._update = [sum(layer.update_s for layer in part) for part in parts]
-        self._kept = [sum(layer.kept_bytes + layer.boundary_bytes for layer in part) for part in parts]
+        kept = tuple(sum(layer.kept_bytes + layer.boundary_bytes for layer in part) for part in parts)
         self._boundary = [part[-1].boundary_bytes for part in parts]
         self._message_s = terms.message_ms / 1000 + max(self._boundary[:-1], default=0) / (terms.network_gb_s * 1e9)
-        kept = profile.precision, profile.optimizer, profile.zero, pipelines
-        state = StateBytes(*kept, eager_backwards=mode.eager_backward)
-        self.state = replace(state, parked=parked and state.elementwise and profile.memory_bytes is not None)
-        self.saved = replace(self.state, zero=False).copied
+        trained = profile.precision, profile.optimizer, profile.zero, pipelines
+        syncs = mode.replicas and sync_every != 0
+        state = StateBytes(*trained, eager_backwards=mode.eager_backward, syncs=syncs)
+        state = replace(state, parked=parked and state.elementwise and profile.memory_bytes is not None)
+        self.footprint = Footprint(profile, self.layout, self.micro_batches, tuple(self.parameters), kept, state, mode)
+        self.saved = replace(state, zero=False).copied
         self.sums_s = max(self.parameters) * profile.gradient_bytes / (terms.network_gb_s * 1e9)
         self.sync_every = 0
         if mode.replicas:
@@ -303,37 +307,6 @@ class Pace:
         """Iteration time against stock."""
         return OVERHEAD[self.mode]
 
-    # -- memory -------------------------------------------------------------------------------------------
-
-    @cached_property
-    def memory(self) -> tuple[StageMemory, ...]:
-        """What roles take by stage, as workers tell it once they have measured their passes."""
-        states = map(self.state.of, self.parameters)
-        return tuple(replace(each, passes=round(self._passes(stage))) for stage, each in enumerate(states))
-
-    def _passes(self, stage: int) -> float:
-        """Bytes of the activations in flight. Tensors that are kept for a takeover are in host memory."""
-        return min(self.layout.stages - stage, self.micro_batches) * self._kept[stage]
-
-    def need(self, plan: Plan, waiting: bool = True) -> float:
-        """Bytes of the member that needs most; ``waiting``: with what is kept free for parked replicas."""
-        if self.state.parked and not waiting:
-            lent = {each.rank for each in plan.lent}
-            plan = replace(plan, shadows=tuple(s if rank in lent else None for rank, s in enumerate(plan.shadows)))
-        known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
-        need: dict[str, float] = {member: sum(both) for member, both in known.items()}
-        for rank, member in plan.learners if not self.state.parked else ():
-            if member in need:
-                need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
-        for rank, owner in enumerate(plan.owners):
-            if owner in need:
-                need[owner] += self._passes(rank // self.layout.pipelines)
-        return max(need.values(), default=0.0) + self.profile.workspace_bytes
-
-    def fits(self, plan: Plan) -> bool:
-        """Whether all members have the memory that ``plan`` needs, but for what waits in host memory."""
-        return self.profile.memory_bytes is None or self.need(plan, waiting=False) <= self.profile.memory_bytes
-
 
 class Stretch:
     """An iteration under a plan, or what is left of it.
@@ -424,7 +397,7 @@ class Stretch:
         layout = plan.world
         source = layout.predecessor(role)
         near = plan.shadow(role) == heir and plan.owner(source) == heir
-        if not (pace.mode.eager_forward and near):
+        if not (pace.mode.eager_forward and near) or heir in self._waits:
             return 0
         shadowed = max(1, sum(shadow == heir for shadow in plan.shadows))
         forward, inputs, count, free = pace.forward_s[role.stage] * shadowed, 0, 0, 0.0
@@ -437,6 +410,10 @@ class Stretch:
             free = max(free, end)
             inputs += role.stage > 0 and kind == "F" and own == source
         return min(count, pace.micro_batches)
+
+    @cached_property
+    def _waits(self) -> frozenset[str]:
+        return self._pace.footprint.waiting(self.plan)
 
     def _spans(self, member: str) -> Sequence[tuple[float, float, tuple[Role, str, int, int]]]:
         """What ``member`` does, with the roles of the plan."""

@@ -312,7 +312,7 @@ class Simulation:
         if members not in self._stretches:
             pace = self.pace(self.config.redundancy.mode)
             plan = planned(pace, members, self.config) if members else None
-            self._stretches[members] = Stretch(pace, plan) if plan is not None and pace.fits(plan) else None
+            self._stretches[members] = Stretch(pace, plan) if plan is not None and pace.footprint.fits(plan) else None
         return self._stretches[members]
 
     def _planned_s(self, members: int) -> float:
@@ -356,7 +356,7 @@ class Simulation:
     def need(self, members: int) -> float:
         """Bytes of a device, of the planner's plan of so many members."""
         pace = self.pace(self.config.redundancy.mode)
-        return pace.need(planned(pace, members, self.config))
+        return pace.footprint.need(planned(pace, members, self.config))
 
     def memory(self) -> Memory:
         """What devices need."""

@@ -95,6 +95,7 @@ class _Explanation:
             if line is not None:
                 found.append(line)
             found += self._division(role)
+        found += self._placement()
         if not found:
             found.append("no role changes: no rule is violated, and no change would gain enough")
         return found + self._pace() + self._unmet()
@@ -143,6 +144,19 @@ class _Explanation:
             f"stage of {role}: {self._new.shadow(role)} computes the {which} of {blocks} blocks as its shadow, "
             "so that the slowest member gets less to do"
         ]
+
+    def _placement(self) -> list[str]:
+        """Whose replicas wait in host memory from now on, and whose compute ahead of a loss."""
+        old, new = self._previous, self._new
+        lacking = Room(new, self._roster.usable).waiting(new.owners, new.shadows)
+        found = []
+        for member in sorted({*new.parked} - {*old.parked}):
+            why, missing = f"replicas of {member} wait in host memory until they compute", lacking.get(member)
+            if missing is not None:
+                why += f", as {member} lacks {_mib(missing)} to have them compute ahead of a loss"
+            found.append(why)
+        shadowing = [member for member in old.parked if member in new.shadows and member not in new.parked]
+        return found + [f"replicas of {member} compute ahead of a loss: there is room for that" for member in shadowing]
 
     def _why_shadow(self, rank: int, old: str | None) -> str:
         owner = self._new.owners[rank]

@@ -1,7 +1,7 @@
 """Bytes of state that a role costs its owner and its shadow: parameters, gradients, optimizer. Pure.
 
-The measured figures of ``docs/benchmarks.md`` follow from these, which a test compares. What autograd keeps, boundary
-tensors, buffers and the allocator's own come on top.
+The measured figures of ``docs/benchmarks.md`` follow from these, which a test compares. Copies of gradients, which are
+there for a while, what autograd keeps, boundary tensors, buffers and the allocator's own come on top.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from typing import Any, Literal
 
 Precision = Literal["fp32", "fp16", "bf16"]
 
+#: So many of the newest sums of gradients are kept: of which ones the neighbours have all gradients is known at a loss.
+NEWEST_SUMS = 2
 #: The name of an optimizer that keeps nothing.
 WITHOUT_MOMENTUM = "SGD without momentum"
 #: Bytes per parameter that optimizers keep, by the names that DeepSpeed or torch has for them, in lower case.
@@ -49,8 +51,12 @@ class StageMemory:
         copied: what goes to a member that gets a copy.
         passes: what passes of an iteration keep at most; 0 before it has been measured. A shadow needs as much as an
             owner: it computes parts of the stage, and goes on with all of it after a loss.
-        parked: copies that compute nothing are in host memory. A shadow keeps the room for its replica free, for when
-            it does; a copy that is being made needs none.
+        parked: copies that compute nothing can be in host memory. A shadow keeps the room for its replica free, for
+            when it does; a copy that is being made needs none.
+        clones: copies of gradients that the owner makes: of sums that leave, of those that pipelines average.
+        sums: sums of gradients that a shadow holds; in host memory if the replica is.
+        redundant: what redundant forward passes of an iteration keep at most, with ``redundancy.mode: "auto"``; unknown
+            before passes have been measured.
     """
 
     own: int
@@ -58,6 +64,25 @@ class StageMemory:
     copied: int
     passes: int = 0
     parked: bool = False
+    clones: int = 0
+    sums: int = 0
+    redundant: int | None = None
+
+    @property
+    def owned(self) -> int:
+        """Bytes on the owner with all that comes on top of state."""
+        return self.own + self.passes + self.clones
+
+    @property
+    def shadowed(self) -> int:
+        """The same on the shadow: what it needs to go on after a loss, and where replicas compute what they do."""
+        after = self.replica + self.passes + self.clones
+        return after if self.parked else max(after, self.ahead)
+
+    @property
+    def ahead(self) -> int:
+        """The same on the shadow before a loss, with a replica on its device."""
+        return self.replica + self.sums + (self.redundant or 0)
 
 
 @dataclass(frozen=True)
@@ -72,6 +97,8 @@ class StateBytes:
         fp32_gradients: bf16 with gradients accumulated in fp32, DeepSpeed's default.
         eager_backwards: shadows run redundant backward passes.
         parked: see :class:`StageMemory`.
+        syncs: owners send sums of gradients to shadows.
+        sliced: with tensor slices, whose owners keep the sums that they have sent.
     """
 
     precision: Precision = "fp32"
@@ -81,6 +108,8 @@ class StateBytes:
     fp32_gradients: bool = True
     eager_backwards: bool = False
     parked: bool = False
+    syncs: bool = False
+    sliced: bool = False
 
     @property
     def known(self) -> bool:
@@ -104,9 +133,19 @@ class StateBytes:
     @property
     def owner(self) -> float:
         """Bytes per parameter of a role on its owner."""
-        gradient = {"fp32": 4, "fp16": 2, "bf16": 4 if self.fp32_gradients else 2}[self.precision]
         # With ZeRO-1 the shard's gradients in fp32 besides.
-        return self.copied + gradient + (4 / self.pipelines if self.zero else 0)
+        return self.copied + self.gradient + (4 / self.pipelines if self.zero else 0)
+
+    @property
+    def gradient(self) -> int:
+        """Bytes per parameter of sums of gradients."""
+        return {"fp32": 4, "fp16": 2, "bf16": 4 if self.fp32_gradients else 2}[self.precision]
+
+    @property
+    def clones(self) -> int:
+        """Bytes per parameter of copies of gradients on an owner, at most."""
+        kept = NEWEST_SUMS if self.sliced else 1
+        return self.gradient * max(kept if self.syncs else 0, self.pipelines > 1)
 
     @property
     def copied(self) -> float:
@@ -125,8 +164,19 @@ class StateBytes:
             return self.owner
         return self.owner + (2 if self.zero else 0) + (4 if self.eager_backwards else 0)
 
+    @property
+    def waiting(self) -> int:
+        """Bytes per parameter of what a shadow in host memory holds besides a copy: gradients to step by, and sums."""
+        return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
+
+    @property
+    def leaving(self) -> int:
+        """Bytes per parameter of what an owner has in host memory on its way to a shadow, at most: the same, of one."""
+        return self.gradient * (2 if self.syncs else 1)
+
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:
         """What a stage takes that has so many trainable parameters, and so many others."""
         fixed = frozen * self.frozen
         own, replica, copied = (round(parameters * each + fixed) for each in (self.owner, self.shadow, self.copied))
-        return StageMemory(own, replica, copied, parked=self.parked)
+        sums = NEWEST_SUMS * self.gradient * parameters if self.syncs else 0
+        return StageMemory(own, replica, copied, parked=self.parked, clones=self.clones * parameters, sums=sums)

@@ -61,6 +61,7 @@ class Plan:
         memory: by stage what its roles take; empty where no worker has told.
         unshadowed: ranks of roles that have no shadow since no member may hold so much.
         crowded: members that have to hold more than they may, since all others would as well.
+        parked: members whose replicas wait in host memory, and compute nothing before their stage is lost or divided.
         places: for every one of ``members``, where others reach its worker: address, port and token, with blanks
             between. Empty in plans that no leader has written.
         homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
@@ -88,6 +89,7 @@ class Plan:
     memory: tuple[StageMemory, ...] = ()
     unshadowed: tuple[int, ...] = ()
     crowded: tuple[str, ...] = ()
+    parked: tuple[str, ...] = ()
     places: tuple[str, ...] = field(default=(), repr=False)
     homes: tuple[int, ...] = ()
     immediate: bool | Literal["iteration"] = True

@@ -112,14 +112,16 @@ def with_redundancy(
             sliced = replace(sliced, shadows=place_shadows(question, sliced.owners))
         slices.append(_checked(sliced, room, redundant))
     whole = merged(laid_out, slices)
-    return replace(laid_out, shadows=whole.shadows, unshadowed=whole.unshadowed, crowded=whole.crowded)
+    told = {name: getattr(whole, name) for name in ("shadows", "unshadowed", "crowded", "parked")}
+    return replace(laid_out, **told)
 
 
 def _checked(plan: Plan, room: Room, redundant: bool) -> Plan:
-    """``plan`` with what it cannot do for lack of ``room``."""
+    """``plan`` with what it cannot do for lack of ``room``, and where replicas are."""
     several = len(plan.members) > 1
     bare = [rank for rank, shadow in enumerate(plan.shadows) if shadow is None and redundant and several]
-    return replace(plan, unshadowed=tuple(bare) if room.limits else (), crowded=room.crowded(plan.owners, plan.shadows))
+    unshadowed, names = tuple(bare) if room.limits else (), (plan.owners, plan.shadows)
+    return replace(plan, unshadowed=unshadowed, crowded=room.crowded(*names), parked=tuple(room.waiting(*names)))
 
 
 def takeover(
@@ -177,8 +179,10 @@ def takeover(
             if give(rank, [held[twin] for twin in twins if twin in held]):
                 unheld.remove(rank)
     crowded: tuple[str, ...] = ()
+    parked: tuple[str, ...] = ()
     if plan.layout is not None:
-        crowded = Room(plan, [facts[member] for member in survivors]).crowded(owners, shadows)
+        room = Room(plan, [facts[member] for member in survivors])
+        crowded, parked = room.crowded(owners, shadows), tuple(room.waiting(owners, shadows))
     return replace(
         plan,
         epoch=plan.epoch + 1,
@@ -190,6 +194,7 @@ def takeover(
         learners=tuple((rank, m) for rank, m in plan.learners if m in alive and owners[rank] != m),
         lent=still_lent(plan, owners, shadows),
         crowded=crowded,
+        parked=parked,
         homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
         immediate=True,
     )

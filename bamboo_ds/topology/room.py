@@ -7,14 +7,19 @@ keep counts on both. So a takeover by a shadow takes no member beyond what it ma
     b             stage 1     stage 2     10 + 10          b          stages 1, 2             20
 
 A member keeps the state of the rank that its script runs as, whoever owns that role.
+
+Replicas that can wait in host memory compute ahead of a loss where there is room for what that takes besides, and wait
+where there is none: :meth:`Room.waiting` decides that for all, from what a plan says.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Iterable, Sequence
+from math import inf
 
 from .costs import Candidate
-from .memory import StageMemory
+from .memory import StageMemory, StateBytes
 from .plan import Plan
 
 
@@ -34,10 +39,10 @@ class Room:
         known = {member.id: member for member in members if member.memory is not None} if plan.memory else {}
         self.limits = {name: member.memory for name, member in known.items() if member.memory is not None}
         self._homes = {name: member.home for name, member in known.items()}
-        stages = [plan.memory[role.stage] for role in plan.world.roles] if known else []
+        self._stages = stages = [plan.memory[role.stage] for role in plan.world.roles] if plan.memory else []
         self._state = [stage.own for stage in stages]
-        self._own = [stage.own + stage.passes for stage in stages]
-        self._replica = [stage.replica + stage.passes for stage in stages]
+        self._own = [stage.owned for stage in stages]
+        self._replica = [stage.shadowed for stage in stages]
         self.parked = any(stage.parked for stage in stages)
 
     def owned(self, rank: int, member: str) -> int:
@@ -87,6 +92,26 @@ class Room:
                 found[learner] -= self.copying(rank, learner)
         return found
 
+    def waiting(self, owners: Sequence[str], shadows: Sequence[str | None]) -> dict[str, int | None]:
+        """Members whose replicas wait in host memory, and the bytes that they lack for replicas that compute.
+
+        Of a replica that computes ahead of a loss the larger one counts of what it takes before the loss and after it.
+        A member with room for some of its replicas alone has all of them wait. ``None``: what redundant passes keep is
+        not known of all stages, or there are none.
+        """
+        if not self.parked:
+            return {}
+        unknown = any(stage.redundant is None for stage in self._stages)
+        left, found = self.left(owners, shadows), dict[str, int | None]()
+        for member in sorted({shadow for shadow in shadows if shadow is not None}):
+            guests = [stage for stage, shadow in zip(self._stages, shadows, strict=True) if shadow == member]
+            lacking = sum(max(0, stage.ahead - stage.shadowed) for stage in guests) - left.get(member, inf)
+            if unknown:
+                found[member] = None
+            elif lacking > 0:
+                found[member] = int(lacking)
+        return found
+
     def crowded(self, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[str, ...]:
         """Members that would hold more than they may."""
         return tuple(member for member, left in self.left(owners, shadows).items() if left < 0)
@@ -118,3 +143,22 @@ def member_bytes(plan: Plan, stages: Sequence[StageMemory]) -> dict[str, tuple[i
         if plan.shadows and shadow in shadowed:
             shadowed[shadow] += stages[role.stage].replica
     return {member: (owned[member], shadowed[member]) for member in plan.members}
+
+
+def page_locked(plan: Plan, parameters: Sequence[int], state: StateBytes) -> Counter[str]:
+    """By member, bytes of host memory that are page-locked while its replicas wait there, at most.
+
+    Gradients and sums: those that its replicas have, and those of its own stages on their way. Boundary tensors and the
+    slabs through which a replica's step goes, come on top.
+
+    Args:
+        plan: with owners and shadows.
+        parameters: trainable ones of each stage.
+        state: of the job.
+    """
+    found = Counter[str]()
+    for role, owner, shadow in zip(plan.world.roles, plan.owners, plan.shadows, strict=True):
+        if shadow is not None:
+            found[shadow] += parameters[role.stage] * state.waiting
+            found[owner] += parameters[role.stage] * state.leaving
+    return found

@@ -48,6 +48,7 @@ def given_up(sliced: Plan) -> Plan:
         unheld=tuple(range(len(sliced.owners))),
         unshadowed=(),
         crowded=(),
+        parked=(),
         immediate=False,
     )
 
@@ -78,6 +79,7 @@ def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate
         unheld=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unheld)),
         unshadowed=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unshadowed)),
         crowded=tuple(member for member in members if any(member in each.crowded for each in plans)),
+        parked=tuple(sorted({member for each in plans for member in each.parked})),
         learners=tuple(
             sorted((r * layout.slices + m, who) for m, each in enumerate(plans) for r, who in each.learners)
         ),

@@ -89,7 +89,9 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if learners == tuple(sorted(plan.learners)) and not joined:
         return None
     members = tuple(c.id for c in candidates)
-    meanwhile = replace(plan, shadows=tuple(while_copying(plan, target, learners, Room(plan, candidates))))
+    room = Room(plan, candidates)
+    shadows = tuple(while_copying(plan, target, learners, room))
+    meanwhile = replace(plan, shadows=shadows, parked=tuple(room.waiting(plan.owners, shadows)))
     learning = replace(
         meanwhile,
         # What owners and shadows can do meanwhile needs no copies.
@@ -126,12 +128,13 @@ def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
 
     That costs a second or so, and the passes that members are in. It is done where nobody leaves, and roles move only
     if that makes the iteration shorter. Who gets one goes on from sums, which are those of whole stages. Stages that
-    are divided anew are so with the next iteration in any case.
+    are divided anew are so with the next iteration in any case, and so are replicas that are elsewhere.
     """
     states = [view.workers[member] for member in plan.members]
     if max(state.iteration_s for state in states) < LONG_S or not set(plan.members) <= set(change.members):
         return change
-    if _duties(replace(change, lent=plan.lent)) == _duties(plan) and change.learners == plan.learners:
+    alike = _duties(replace(change, lent=plan.lent, parked=plan.parked)) == _duties(plan)
+    if alike and change.learners == plan.learners:
         return change
     pairs = zip(plan.owners, change.owners, strict=True)
     moved = {rank for rank, (before, after) in enumerate(pairs) if before != after}
@@ -148,7 +151,7 @@ def _able(view: View, plan: Plan) -> Plan:
 
 
 def _duties(plan: Plan) -> tuple[Any, ...]:
-    return plan.owners, plan.shadows, plan.members, plan.lent, plan.unshadowed, plan.crowded
+    return plan.owners, plan.shadows, plan.members, plan.lent, plan.unshadowed, plan.crowded, plan.parked
 
 
 def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str] = ()) -> Plan:
@@ -166,10 +169,13 @@ def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str
 
 def _with_passes(memory: tuple[StageMemory, ...], states: Sequence[WorkerState]) -> tuple[StageMemory, ...]:
     """``memory`` with what passes keep, as far as owners have told."""
-    return tuple(
-        replace(stage, passes=max([stage.passes, *(state.passes.get(number, 0) for state in states)]))
-        for number, stage in enumerate(memory)
-    )
+    found = []
+    for number, stage in enumerate(memory):
+        passes = [stage.passes, *(state.passes.get(number, 0) for state in states)]
+        redundant = [stage.redundant, *(state.redundant.get(number) for state in states)]
+        most = max((each for each in redundant if each is not None), default=None)
+        found.append(replace(stage, passes=max(passes), redundant=most))
+    return tuple(found)
 
 
 def _known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:

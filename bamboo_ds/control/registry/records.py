@@ -279,6 +279,8 @@ class WorkerState(WorkerRecord):
             on from; 0: never, or its script changes its stages between two iterations.
         passes: by stage what passes of an iteration keep, in bytes.
         outputs: by stage what it hands on for a micro-batch, in bytes; known with ``passes``.
+        redundant: by stage what redundant forward passes of all micro-batches keep, in bytes, with ``passes``; empty
+            where shadows may not choose whether they run any.
     """
 
     type: Literal["state"] = "state"
@@ -291,6 +293,7 @@ class WorkerState(WorkerRecord):
     sums_share: float = 0.0
     passes: dict[int, int] = {}
     outputs: dict[int, int] = {}
+    redundant: dict[int, int] = {}
 
     @property
     def key(self) -> str:

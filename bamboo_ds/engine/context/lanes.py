@@ -7,6 +7,7 @@ from enum import IntEnum
 
 from ...comm.transport import Lane
 from ...topology import Plan, Role, batch_sources, end_sources
+from ...topology.memory import NEWEST_SUMS
 
 
 class Stream(IntEnum):
@@ -52,10 +53,6 @@ class Stream(IntEnum):
 
 #: Large, and no pass waits for them: what passes wait for goes first between two members.
 _YIELDING = frozenset({Stream.REPLICA, Stream.STATE, Stream.SHARD, Stream.SUMS})
-
-#: So many of the newest sums are kept: of which ones the neighbours have all gradients is known at a loss.
-NEWEST_SUMS = 2
-
 
 #: Streams that carry parts of batches: which part, inputs or labels.
 BATCH_PARTS = {

@@ -13,14 +13,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ...bare import bare
+from ...config import RedundancyMode
 from ...control.registry.records import DeviceRecord
 from ...devices import staging
 from ...devices.accelerators import HOST, accelerator, numbered
 from ...devices.staging import StreamMark, Streams
-from ...topology import Layout, StageMemory
+from ...topology import StageMemory
 from ...topology.memory import StateBytes, optimizer_name
 from ..context.shared import EngineContext, InContext
-from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.runtime import StageRuntime
 from ..stage.tracing import tensors_in
 from .block_times import BlockTimes
@@ -112,8 +112,9 @@ class IdleTimes:
         self._idle.clear()
 
 
-def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool, parked: bool) -> StageMemory:
+def local_stage(context: EngineContext, parked: bool) -> StageMemory:
     """What the stage takes that this member's script runs as, without its passes."""
+    ds, layout, mode = context.ds, context.layout, context.mode
     optimizer = ds.basic_optimizer
     state = StateBytes(
         precision=ds.precision,
@@ -121,8 +122,10 @@ def local_stage(ds: DeepSpeedAdapter, layout: Layout, eager_backwards: bool, par
         zero=ds.zero_stage == 1,
         pipelines=layout.copies,
         fp32_gradients=ds.accumulates_in_fp32,
-        eager_backwards=eager_backwards,
+        eager_backwards=mode.eager_backward,
         parked=parked,
+        syncs=mode.replicas and context.settings.redundancy.sync_every != 0,
+        sliced=layout.slices > 1,
     )
     counts = [0, 0]
     for parameter in ds.module.parameters():
@@ -152,10 +155,13 @@ class PassBytes(InContext):
     Attributes:
         on: whether it is counted.
         outputs: by stage, bytes of what it hands on for a micro-batch.
+        redundant: by stage, bytes that redundant forward passes of all micro-batches keep, where members choose by them
+            whether they run any.
     """
 
     on: bool
     outputs: dict[int, int] = field(default_factory=dict, init=False)
+    redundant: dict[int, int] = field(default_factory=dict, init=False)
     _found: dict[int, int] = field(default_factory=dict, init=False)
     _told: int = field(default=0, init=False)
 
@@ -189,6 +195,10 @@ class PassBytes(InContext):
         saved = runtime.share.part.saved.pop(micro_batch)
         kept_here = self.context.retains and self.ds.device.type == HOST.type
         self._found[stage] = under_way * saved + (count if kept_here else under_way) * boundary
+        if self.mode is RedundancyMode.AUTO and self.ds.device.type != HOST.type:
+            budget = self.settings.redundancy.memory_budget_mb
+            most = count * (saved + boundary)
+            self.redundant[stage] = most if budget is None else min(most, round(budget * 2**20))
 
 
 def _bytes_of(value: object) -> int:

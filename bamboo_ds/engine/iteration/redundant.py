@@ -117,7 +117,7 @@ class RedundantPasses(InContext):
         plan, transport = self.epoch.plan, self.epoch.transport
         for replica in self.binding.replicas():
             role = replica.role
-            if replica.results.reduced is not None or replica.share.helps or replica.share.divided:
+            if replica.parked or replica.results.reduced is not None or replica.share.helps or replica.share.divided:
                 continue
             if not (self.epoch.shadows(role) and assists(plan, role)):
                 continue

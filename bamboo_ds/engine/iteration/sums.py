@@ -30,7 +30,8 @@ from ...errors import ProtocolError
 from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, Held, PartProgress, affordable, syncs, ways
 from ...state import Tree
 from ...topology import Role
-from ..context.lanes import NEWEST_SUMS, Stream
+from ...topology.memory import NEWEST_SUMS
+from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..stage.layers import copied, merged

@@ -162,7 +162,7 @@ class Training(InContext):
         if self.iteration.division.note_cuts() | measured | self.iteration.measures.kept.is_news():
             self.copies.tell_replicas()
         self.copies.advance(stepped=True)
-        self.copies.builder.park(self.epoch.plan)
+        self.copies.builder.place(self.epoch.plan)
         self.saves.poll()
         self.epoch.job.progressed(progress.steps)
         self._report_step(agreed)

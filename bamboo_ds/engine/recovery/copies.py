@@ -102,6 +102,7 @@ class Copies(InContext):
         """
         with self.recording.span(Kind.COPY):
             self.copy_state(self.epoch.layout.roles, anew=True)
+            self.builder.place(self.epoch.plan)
 
     def _build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
@@ -313,7 +314,7 @@ class Copies(InContext):
 
     def tell_replicas(self) -> None:
         """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
-        # The check of the first steps is one of whole stages.
+        # The check of the first steps is one of whole stages, and replicas are where they were when it began.
         owners = () if self.iteration.checks.on else self.binding.owned()
         known = {self.epoch.layout.rank(r.role): r for r in owners if r.stage.cuts is not None}
         # Scripts may have stages compiled as wholes later.
@@ -330,6 +331,7 @@ class Copies(InContext):
             sums_share=0.0 if changed else self.iteration.sums.every / self.ds.micro_batches,
             passes=self.iteration.measures.kept.known,
             outputs=self.iteration.measures.kept.outputs,
+            redundant={} if self.iteration.checks.on else self.iteration.measures.kept.redundant,
         )
         self.epoch.channel.report_state(state)
 

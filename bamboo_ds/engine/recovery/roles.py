@@ -75,6 +75,8 @@ class RoleTransfer(InContext):
         for role, runtime in runtimes.items():
             if role in owned or plan.lending(role) is not None:
                 self.builder.move(runtime, parked=False)
+        if not plan.lost:  # after a loss there is no time for it
+            self.builder.place(plan)
 
     def _clone(self, role: Role, plan: Plan) -> StageRuntime:
         """A runtime for ``role`` from the same stage of another pipeline, which this member holds.

@@ -16,6 +16,7 @@ from torch import nn
 
 from ...bare import bare
 from ...comm.attachment import INSTALLER
+from ...config import RedundancyMode
 from ...devices import staging
 from ...devices.accelerators import HOST, on_host
 from ...errors import ProtocolError
@@ -46,7 +47,9 @@ class StageBuilder(InContext):
     """
 
     compiled_with: dict[str, Any] | None = None
-    _told: str | None = field(default="", init=False)
+    _told: tuple[bool, str | None] | None = field(default=None, init=False)
+    #: Why the device had no room for replicas in the epoch of this number.
+    _full: tuple[int, str] | None = field(default=None, init=False)
 
     @contextmanager
     def compiling(self) -> Iterator[None]:
@@ -78,7 +81,7 @@ class StageBuilder(InContext):
         """Why replicas stay on this member's device; ``None``: they do not, if it has one."""
         if not self.settings.redundancy.park:
             return "redundancy.park is false"
-        if self.mode.eager_forward:
+        if self.mode.eager_forward and self.mode is not RedundancyMode.AUTO:
             return f"in redundancy.mode {self.mode.value} they compute"
         optimizer = self.binding.local.optimizer
         if any(master.dtype != torch.float32 for master in optimizer.masters()):
@@ -175,25 +178,74 @@ class StageBuilder(InContext):
 
         But for the local one, which is the script's own.
         """
-        found = [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
+        for runtime in self._foreign() if self.parks else ():
+            computes = self._ahead(plan, runtime.role) or plan.lending(runtime.role) is not None
+            if not computes and not runtime.share.begun:
+                self.move(runtime, parked=True)
+
+    def place(self, plan: Plan) -> None:
+        """Have replicas where they are to be under ``plan``: parked, or on the device; tell it where that changes.
+
+        Those that the device has no room for stay parked until the next plan.
+        """
+        found = self._foreign()
         if staging.current() is None or not found:
             return
-        reason = self.resident
+        self.park(plan)
+        resident = self.resident
         for runtime in found:
-            if reason is not None:
+            if resident is not None:
                 self.move(runtime, parked=False)
-            elif plan.lending(runtime.role) is None and not runtime.share.begun:
-                self.move(runtime, parked=True)
-        if reason != self._told:
-            self._told = reason
-            logger.info("replicas that compute nothing are %s", f"on the device: {reason}" if reason else "parked")
-            self.epoch.channel.event(
-                "replicas_placed",
-                step=self.progress.steps,
-                parked=reason is None,
-                reason=reason,
-                bytes=sum(t.nbytes for runtime in found for t in runtime.tensors() if t.device.type == HOST.type),
-            )
+            elif self._ahead(plan, runtime.role):
+                self._bring(runtime, plan)
+        self._tell_placed(found, *self._placed(plan, resident))
+
+    def _foreign(self) -> list[StageRuntime]:
+        return [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
+
+    def _ahead(self, plan: Plan, role: Role) -> bool:
+        """Whether the replica of ``role`` computes ahead of a loss, as there is room for it."""
+        member = self.epoch.member
+        able = self.mode.eager_forward and member not in plan.parked
+        return able and plan.shadow(role) == member and (self._full is None or self._full[0] != plan.epoch)
+
+    def _bring(self, runtime: StageRuntime, plan: Plan) -> None:
+        reason = ""
+        try:
+            self.move(runtime, parked=False)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        # Here, where the traceback does not hold what has been moved any more.
+        if reason:
+            self._full = plan.epoch, reason
+            self.park(plan)
+
+    def _placed(self, plan: Plan, resident: str | None) -> tuple[bool, str | None]:
+        """Whether replicas that compute nothing are parked, and why they are where they are."""
+        if resident is not None:
+            return False, resident
+        if self.mode is not RedundancyMode.AUTO:
+            return True, None
+        if any(stage.redundant is None for stage in plan.memory):
+            return True, "what redundant passes keep is not known yet"
+        if self._full is not None and self._full[0] == plan.epoch:
+            return True, self._full[1]
+        parked = self.epoch.member in plan.parked
+        return parked, f"there is {'no ' if parked else ''}room for what redundant passes keep"
+
+    def _tell_placed(self, found: list[StageRuntime], parked: bool, reason: str | None) -> None:
+        if self._told == (parked, reason):
+            return
+        self._told = parked, reason
+        where = "parked" if parked else "on the device"
+        logger.info("replicas that compute nothing are %s", f"{where}: {reason}" if reason else where)
+        self.epoch.channel.event(
+            "replicas_placed",
+            step=self.progress.steps,
+            parked=parked,
+            reason=reason,
+            bytes=sum(t.nbytes for runtime in found for t in runtime.tensors() if t.device.type == HOST.type),
+        )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:
         """Make ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
