@@ -87,7 +87,7 @@ def test_checkpoints(tmp_path: Path, reference: Reference, settings: dict[str, A
     theirs, mine = tmp_path / "stock", tmp_path / "ours"
     for folder in (theirs, mine):
         folder.mkdir()
-    command = ["--stages", "2", *SLICES, "--steps", "3", "--load"]
+    command = ["--stages", "2", *SLICES, "--steps", "3", "--tag", "step4", "--load"]
     saved = str(tmp_path / "checkpoints")
     stock = run_stock(theirs, 4, [*command, saved], write_config(theirs, None, 4, **settings))
     assert stock.exit_code == 0, stock.output[-4000:]

@@ -252,6 +252,7 @@ def main() -> None:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--save-until", type=int, default=None, help="no step after this one is saved")
     parser.add_argument("--load", default=None)
+    parser.add_argument("--tag", default=None, help="of the checkpoint to load; the newest")
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
     parser.add_argument("--resume", action="store_true", help="from the newest checkpoint that the job has written")
     parser.add_argument("--reload-at", type=int, default=0, help="go back to the newest checkpoint after this step")
@@ -309,7 +310,7 @@ def main() -> None:
 
     source = None if arguments.training_data else batches(draws(arguments))
     if arguments.load:
-        engine.load_checkpoint(arguments.load)
+        engine.load_checkpoint(arguments.load, tag=arguments.tag)
     first = 0
     if arguments.resume:
         path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
