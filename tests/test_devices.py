@@ -7,6 +7,7 @@ import socket
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -24,16 +25,17 @@ from bamboo_ds.comm.work import ThroughHost
 from bamboo_ds.config import BambooConfig, RedundancyMode
 from bamboo_ds.control.agent.command import local_rank
 from bamboo_ds.control.registry.records import DeviceRecord
-from bamboo_ds.devices import nccl
-from bamboo_ds.devices.accelerators import name_on_host, numbered, room
+from bamboo_ds.devices import nccl, staging
+from bamboo_ds.devices.accelerators import HOST, name_on_host, numbered, room
 from bamboo_ds.engine.context.records import CurrentEpoch
 from bamboo_ds.engine.iteration.measures import Measures, device_of
 from bamboo_ds.engine.iteration.recomputing import default_budget, release_cache
 from bamboo_ds.engine.iteration.redundant import RedundantPasses
+from bamboo_ds.engine.replicas.building import StageBuilder
 from bamboo_ds.engine.stage.rng import keyed_generators, left_alone
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.job_settings import JobSettings
-from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from bamboo_ds.topology import Layout, Role, StageMemory, initial_plan, with_redundancy
 from bamboo_ds.worker.channel import WorkerChannel
 from bamboo_ds.worker.job import Job
 
@@ -272,6 +274,55 @@ def test_what_a_device_has_no_room_for_is_taken_into_host_memory() -> None:
     lane: Any = None
     ((sequence, found),) = Transport.take(this, lane)
     assert sequence == 3 and isinstance(found, torch.Tensor) and not messages and asked == [False, True]
+
+
+def test_replicas_without_room_on_the_device_wait_until_the_next_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With ``auto``, where a plan says that there is room: it is tried once, and told once."""
+    monkeypatch.setattr(staging, "current", lambda: SimpleNamespace())
+    share, told, tried = SimpleNamespace(begun=False), list[tuple[bool, str]](), list[bool]()
+    replica: Any = SimpleNamespace(role=Role(0, 1), share=share, parked=True, tensors=list)
+    optimizer = SimpleNamespace(inner=None, masters=list)
+    binding = SimpleNamespace(replicas=lambda: [replica], local=SimpleNamespace(optimizer=optimizer))
+    channel = SimpleNamespace(event=lambda name, **values: told.append((values["parked"], values["reason"])))
+    context: Any = SimpleNamespace(
+        binding=binding,
+        ds=SimpleNamespace(device=HOST),
+        epoch=SimpleNamespace(channel=channel, member="m0"),
+        progress=SimpleNamespace(steps=4),
+        settings=BambooConfig(),
+        mode=RedundancyMode.AUTO,
+    )
+    full = True
+
+    def move(runtime: Any, parked: bool) -> None:
+        if runtime.parked is not parked:
+            tried.append(parked)
+            if full and not parked:
+                raise torch.OutOfMemoryError("no memory is left\nfor 2 GiB")
+            runtime.parked = parked
+
+    builder = StageBuilder(context)
+    monkeypatch.setattr(builder, "move", move)
+    unknown = StageMemory(1, 1, 1, parked=True)
+    first = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True, memory=(unknown,) * 2)
+    builder.place(first)
+    assert replica.parked and not tried and told == [(True, "what redundant passes keep is not known yet")]
+    plan = replace(first, parked=(), memory=(replace(unknown, redundant=1),) * 2)
+    for _ in range(2):
+        builder.place(plan)
+        assert replica.parked and tried == [False] and told[1:] == [(True, "no memory is left")]
+    full = False
+    builder.place(replace(plan, epoch=3))
+    assert not replica.parked and told[2:] == [(False, "there is room for what redundant passes keep")]
+    less = replace(plan, epoch=4, parked=("m0",))
+    share.begun = True
+    builder.place(less)
+    assert not replica.parked, "it has begun passes of the iteration"
+    share.begun = False
+    builder.park(less)
+    builder.place(less)
+    assert replica.parked and tried == [False, False, True]
+    assert told[3:] == [(True, "there is no room for what redundant passes keep")]
 
 
 def test_sums_without_room_on_the_device_stay_where_they_are() -> None:

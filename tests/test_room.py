@@ -324,17 +324,14 @@ def four_with(memory: int) -> list[Candidate]:
 
 def test_copies_of_gradients_count() -> None:
     """Those that owners make and, where a replica is on the device, sums that shadows hold."""
-    kinds = ((1, False, False), (1, True, False), (2, False, False), (2, True, False), (1, True, True))
-    found = [
-        StateBytes("bf16", "Adam", pipelines=pipelines, syncs=syncs, sliced=sliced).of(100)
-        for pipelines, syncs, sliced in kinds
-    ]
-    assert [(each.clones, each.sums) for each in found] == [(0, 0), (400, 800), (400, 0), (400, 800), (800, 800)]
+    kinds = ((1, False), (1, True), (2, False), (2, True))
+    found = [StateBytes("bf16", "Adam", pipelines=count, syncs=syncs).of(100) for count, syncs in kinds]
+    assert [(each.clones, each.sums) for each in found] == [(0, 0), (800, 800), (400, 0), (800, 800)]
     assert {(each.own, each.replica, each.copied) for each in found} == {(1800, 1800, 1400)}
     stage = replace(found[1], passes=50)
-    assert (stage.owned, stage.shadowed) == (2250, 2600)
-    assert replace(stage, passes=500).shadowed == 2700, "after a loss there are passes, and sums are the gradients"
-    assert (replace(stage, parked=True).shadowed, replace(stage, redundant=300).shadowed) == (2250, 2900)
+    assert (stage.owned, stage.shadowed, stage.ahead) == (2650, 2650, 2600)
+    ahead = replace(stage, redundant=300)
+    assert (ahead.ahead, ahead.shadowed, replace(ahead, parked=True).shadowed) == (2900, 2900, 2650)
 
 
 def test_owners_that_hold_too_much_pass_roles_on() -> None:

@@ -19,7 +19,7 @@ from typing import Any
 import click
 from rich.table import Table
 
-from ..config import BambooConfig, RedundancyMode, config_path_from_argv
+from ..config import RedundancyMode, config_path_from_argv
 from ..control import standard_input
 from ..control.agent.command import place_variables
 from ..control.leader.boundary import policy_of
@@ -27,7 +27,7 @@ from ..control.settings import MemberOptions
 from ..launchers.network import LOOPBACK
 from ..launchers.run import LocalSlots
 from ..observe.words import counted
-from ..topology import Candidate, Layout, Plan, Room, initial_plan, short_of_memory, with_redundancy
+from ..topology import Candidate, Layout, initial_plan, short_of_memory, with_redundancy
 from ..topology.memory import NEWEST_SUMS, StateBytes
 from ..topology.planner import plan as best_plan
 from ..topology.room import member_bytes, page_locked
@@ -106,7 +106,6 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         fp32_gradients=built.fp32_gradients,
         eager_backwards=redundancy.mode.eager_backward,
         syncs=redundancy.mode.replicas and redundancy.sync_every != 0,
-        sliced=built.slices > 1,
     )
     state = replace(state, parked=redundancy.parks and state.elementwise)
     known = bool(built.parameters)
@@ -158,9 +157,8 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         copies += [f"{NEWEST_SUMS * state.gradient} on shadows, of sums of gradients"] if state.syncs else []
         if copies:
             click.echo(f"for a while also {'; '.join(copies)}, in bytes per parameter")
-        _tell_parked(options.bamboo, state, members, costs)
-        if redundancy.mode is RedundancyMode.AUTO and state.parked and not state.sliced:
-            _tell_short(plan, members)
+        if redundancy.parks:
+            _tell_parked(redundancy.mode is RedundancyMode.AUTO and built.slices == 1, state, members, costs)
         for line in short_of_memory(plan, members):
             click.echo(line)
     else:
@@ -168,11 +166,9 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
 
 
 def _tell_parked(
-    config: BambooConfig, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
+    chooses: bool, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Where replicas are that compute nothing."""
-    if not config.redundancy.parks:
-        return
+    """Where replicas are that compute nothing; ``chooses``: others may compute ahead of a loss."""
     if not state.elementwise:
         click.echo(f"replicas stay on devices: {state.optimizer} may not compute each element by itself")
         return
@@ -189,19 +185,11 @@ def _tell_parked(
         "page-locked, at most: gradients and sums of replicas that wait, and on their way to them; boundary tensors "
         "and slabs for steps come on top"
     )
-    if config.redundancy.mode is RedundancyMode.AUTO and not state.sliced:
+    if chooses:
         click.echo(
             "they compute ahead of a loss on members with room for that, once passes have been measured "
             f"(redundancy.mode {RedundancyMode.AUTO.value})"
         )
-
-
-def _tell_short(plan: Plan, members: Sequence[Candidate]) -> None:
-    """Whose replicas wait, whatever passes keep."""
-    least = replace(plan, memory=tuple(replace(stage, redundant=0) for stage in plan.memory))
-    short = Room(least, members).waiting(plan.owners, plan.shadows)
-    for member, missing in short.items():
-        click.echo(f"{member} lacks {_size(missing or 0)} and more to have its replicas compute before a loss")
 
 
 def _size(count: float) -> str:

@@ -98,7 +98,6 @@ class StateBytes:
         eager_backwards: shadows run redundant backward passes.
         parked: see :class:`StageMemory`.
         syncs: owners send sums of gradients to shadows.
-        sliced: with tensor slices, whose owners keep the sums that they have sent.
     """
 
     precision: Precision = "fp32"
@@ -109,7 +108,6 @@ class StateBytes:
     eager_backwards: bool = False
     parked: bool = False
     syncs: bool = False
-    sliced: bool = False
 
     @property
     def known(self) -> bool:
@@ -143,9 +141,8 @@ class StateBytes:
 
     @property
     def clones(self) -> int:
-        """Bytes per parameter of copies of gradients on an owner, at most."""
-        kept = NEWEST_SUMS if self.sliced else 1
-        return self.gradient * max(kept if self.syncs else 0, self.pipelines > 1)
+        """Bytes per parameter of copies of gradients on an owner, at most: those that leave while more are made."""
+        return self.gradient * (NEWEST_SUMS if self.syncs else self.pipelines > 1)
 
     @property
     def copied(self) -> float:
@@ -171,8 +168,8 @@ class StateBytes:
 
     @property
     def leaving(self) -> int:
-        """Bytes per parameter of what an owner has in host memory on its way to a shadow, at most: the same, of one."""
-        return self.gradient * (2 if self.syncs else 1)
+        """Bytes per parameter of what an owner has in host memory on its way to a shadow, at most."""
+        return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
 
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:
         """What a stage takes that has so many trainable parameters, and so many others."""

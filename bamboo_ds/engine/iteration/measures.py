@@ -125,7 +125,6 @@ def local_stage(context: EngineContext, parked: bool) -> StageMemory:
         eager_backwards=mode.eager_backward,
         parked=parked,
         syncs=mode.replicas and context.settings.redundancy.sync_every != 0,
-        sliced=layout.slices > 1,
     )
     counts = [0, 0]
     for parameter in ds.module.parameters():
