@@ -229,7 +229,7 @@ def test_members_may_hold_only_so_much(tmp_path: Path, reference: Reference) -> 
 @pytest.mark.integration
 def test_devices_bound_what_members_hold(tmp_path: Path, reference: Reference) -> None:
     """Without a setting. Each member has a device with room for one stage, and not for a replica of the other one."""
-    go, room = tmp_path / "go", 12600
+    go, room = tmp_path / "go", 14850
     command = ["--stages", "2", *slow_until(go), "--device-bytes", str(room * 10 // 9)]
     with RunningJob(tmp_path, 2, command, write_config(tmp_path, {"redundancy": {"verify_every": 2}})) as job:
         job.wait_for("a step", lambda: bool(job.events("step")))

@@ -73,12 +73,12 @@ class StageBuilder(InContext):
 
     @property
     def parks(self) -> bool:
-        """Whether replicas that compute nothing are in host memory."""
+        """Whether replicas that compute nothing are in host memory, where all are made."""
         return staging.current() is not None and self.resident is None
 
     @property
     def resident(self) -> str | None:
-        """Why replicas stay on this member's device; ``None``: they do not, if it has one."""
+        """Why replicas stay on this member's device; ``None``: they can wait in host memory, if it has one."""
         if not self.settings.redundancy.park:
             return "redundancy.park is false"
         if self.mode.eager_forward and self.mode is not RedundancyMode.AUTO:
