@@ -122,6 +122,53 @@ def test_what_a_pass_waits_for_waits_behind_no_sum(ends: Ends) -> None:
     assert [found[2] for found in ends.got] == [2] and same(ends.got[0][3], data)
 
 
+def test_what_passes_a_large_frame_does_not_count_as_its_time(ends: Ends, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the rate is decided how many sums are sent: a network that is busy with passes is none that is slow."""
+    now = [0.0]
+    monkeypatch.setattr(module.time, "monotonic", lambda: now[0])
+
+    def take(seconds: float) -> None:
+        """The network takes some."""
+        ends.narrow.takes = 1 << 20
+        ends.sender.flush()
+        ends.receiver.read()
+        now[0] += seconds
+
+    ends.narrow.takes = 0
+    ends.sender.send(1, wire.encode(b"sum", 1, filled(8 << 20), 1), yields=True)
+    take(1.0)
+    ends.send(1, 2, filled(16 << 20))
+    before = now[0]
+    while not ends.got:
+        take(10.0)
+    busy = now[0] - before
+    while ends.sender.rate is None:
+        take(1.0)
+    # But for what was ready for the kernel when it came, or is when it has passed.
+    assert (8 << 20) / ends.sender.rate < now[0] - 0.7 * busy
+
+
+def test_one_turn_writes_so_much_whichever_carrier_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the other end keeps up, others that want to send would wait for all of a large frame."""
+    monkeypatch.setattr(module, "_WRITE_AT_MOST", 4 << 20)
+    ends = Ends(shared=True)
+    real = ends.narrow.sendmsg
+
+    def taken_at_once(pieces: list[memoryview], *others: Any) -> int:
+        count = real(pieces, *others)
+        ends.receiver.read()
+        return count
+
+    monkeypatch.setattr(ends.narrow, "sendmsg", taken_at_once)
+    data = filled(20 << 20)
+    ends.send(1, 1, data)
+    assert not ends.got and ends.sender.interest & select.EPOLLOUT
+    for _ in range(10):
+        ends.sender.flush()
+    assert same(ends.got[0][3], data) and not ends.sender.interest & select.EPOLLOUT
+    ends.close()
+
+
 class Late:
     """A copy to host memory of which so many bytes are there, and all when told."""
 

@@ -347,6 +347,7 @@ def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
     epoch = SimpleNamespace(
         channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values})),
         plan=plan,
+        member="m0",
         transport=None,
         shadows=lambda role: True,
     )
@@ -370,6 +371,11 @@ def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
         assert passes._next() is None
     assert begun == ["refresh", "again", "reload"]
     assert [(each["event"], each["dropped"], each["role"]) for each in told] == [("redundancy_exhausted", 3, [0, 1])]
+    passes.end_iteration()
+    epoch.plan = replace(plan, parked=("m0",))
+    assert passes._next() is None and len(told) == 1, "where the plan has no room for them none begins"
+    epoch.plan = plan
+    assert passes._next() is None and len(told) == 2
 
 
 def test_redundant_passes_rest_where_nothing_is_free(

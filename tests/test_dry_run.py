@@ -208,7 +208,7 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "what passes keep comes on top",
     ]
     config = tmp_path / "ds_config.json"
-    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 90112}, "checkpoint": {"every_s": 90}}}')
+    config.write_text('{"bamboo": {"topology": {"memory_limit_mb": 71680}, "checkpoint": {"every_s": 90}}}')
     told = run("--emulate-hosts", "2", script=("--deepspeed_config", str(config)))[1]
     assert " ".join(told[2:4]).startswith(
         "checkpoint.every_s is 90: the job takes checkpoints of its own once its script"
@@ -219,8 +219,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         "m1 emulated-1 (0,1) - 3,221,225,472 1,073,741,824 56.00 GiB 0.0 MiB 56.00 GiB 0.0 MiB",
     ]
     assert told[-2:] == [
-        "no replica of (0,0): one takes 26624.0 MiB; of members that might hold it m1 has most room, 8192.0 MiB",
-        "no replica of (0,1): one takes 81920.0 MiB; of members that might hold it m0 has most room, 63488.0 MiB",
+        "no replica of (0,0): one takes 18432.0 MiB; of members that might hold it m1 has most room, 14336.0 MiB",
+        "no replica of (0,1): one takes 57344.0 MiB; of members that might hold it m0 has most room, 53248.0 MiB",
     ]
     config.unlink()
     lazy.unlink()

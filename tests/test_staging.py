@@ -188,6 +188,25 @@ def test_what_is_large_comes_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 10 < len(largest.marks) <= staging._CHUNKS + 1
 
 
+def leave(member: Member) -> list[int]:
+    """How many messages of a lane that yields have not left: before they can, when they can, at the end."""
+    lane, streams, found = Lane(9, "m0", "m1", "sums", yields=True), member.kept[0], []
+    transport = Transport.open(member.session, [lane])
+    streams.hold()
+    for number in range(3):
+        transport.send(lane, number, made(5))
+    found.append(transport.leaving(lane))
+    streams.release()
+    transport.drain()
+    return [*found, transport.leaving(lane)]
+
+
+def test_what_has_not_left_is_counted(pair: Cluster) -> None:
+    """By lane, so that nobody adds to sums that the network has not taken."""
+    pair.everybody("call", lambda _: (begin, 3, ""))
+    assert pair[0].run("call", leave) == [3, 0]
+
+
 def hang(member: Member) -> None:
     """A device that is not through with anything any more, as one that waits for a lost member."""
     member.kept[0].hold()

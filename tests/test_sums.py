@@ -238,6 +238,7 @@ def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) 
         binding=SimpleNamespace(owned=lambda: [runtime]),
         ds=SimpleNamespace(micro_batches=32, device=torch.device("cuda")),
         epoch=SimpleNamespace(
+            plan=SimpleNamespace(epoch=1),
             member="a",
             lanes=SimpleNamespace(of=lambda stream, role: [lane]),
             transport=SimpleNamespace(rate=lambda member: 3e9),
@@ -255,6 +256,59 @@ def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) 
             assert sums.every == every
     (record,) = caplog.records
     assert "no sums are sent in the middle of iterations of 4.8 s, since they take 1.33 s of the" in record.message
+
+
+def sending(transport: Any, accumulated: Any) -> tuple[PartialSums, Any]:
+    """A member that is to send the sums of micro-batch 0 of its stage to member b."""
+    part = Part(0, 1, {})
+    part.marks[1] = {"layers": {}, "losses": {}}
+    optimizer = SimpleNamespace(accumulated=accumulated)
+    runtime = SimpleNamespace(role=Role(0, 0), share=SimpleNamespace(part=part), optimizer=optimizer)
+    runtime.results = SimpleNamespace(consumed={})
+    lanes = SimpleNamespace(of=lambda stream, role: [SimpleNamespace(source="a", destination="b")])
+    context: Any = SimpleNamespace(
+        binding=SimpleNamespace(current=runtime),
+        layout=SimpleNamespace(slices=1),
+        progress=SimpleNamespace(sequence=5),
+        mode=RedundancyMode.LAZY,
+        settings=parse_block({"redundancy": {"sync_every": 1}}),
+        epoch=SimpleNamespace(
+            plan=SimpleNamespace(epoch=1),
+            member="a",
+            lanes=lanes,
+            transport=transport,
+            session=SimpleNamespace(confirm=lambda what: None),
+        ),
+    )
+    sums = PartialSums(context)
+    sums.begin()
+    sums.__dict__["_parameters"] = lambda runtime, part: []
+    return sums, part
+
+
+@pytest.mark.parametrize("leaving", [0, 1, 2, 5])
+def test_sums_that_the_network_has_not_taken_are_not_added_to(leaving: int) -> None:
+    """Else they would be as many as an iteration has, where passes of the other member keep the network busy."""
+    sent: list[Any] = []
+    transport = SimpleNamespace(leaving=lambda lane: leaving, send=lambda *message: sent.append(message))
+    sums, part = sending(transport, lambda parameters: [])
+    sums.send(0)
+    assert len(sent) == (leaving < 2) and not part.marks
+
+
+def test_sums_that_find_no_memory_are_not_sent_under_this_plan(caplog: pytest.LogCaptureFixture) -> None:
+    def full(parameters: object) -> None:
+        raise torch.OutOfMemoryError("there is none")
+
+    sums, _ = sending(SimpleNamespace(leaving=lambda lane: 0), full)
+    assert sums.every == 1
+    sums.send(0)
+    assert sums.every == 0 and "no sums of gradients are sent" in caplog.text
+    sums.begin()
+    assert sums.every == 0
+    sums.epoch.plan.epoch = 2
+    sums.begin()
+    assert sums.every == 1
 
 
 def test_a_part_goes_back_and_leaves_what_others_have_alone() -> None:

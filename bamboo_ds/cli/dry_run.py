@@ -153,7 +153,8 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         each = f"{state.owner:g} bytes per parameter of an own stage, {state.shadow:g} of a replica"
         each += f", {state.frozen:g} of a frozen one on either" if frozen else ""
         click.echo(f"state: {each} ({kind}); what passes keep comes on top")
-        copies = [f"{state.clones} on owners, of copies of gradients"] if state.clones else []
+        most = NEWEST_SUMS * state.gradient if state.syncs else state.clones
+        copies = [f"{most} on owners, of copies of gradients"] if most else []
         copies += [f"{NEWEST_SUMS * state.gradient} on shadows, of sums of gradients"] if state.syncs else []
         if copies:
             click.echo(f"for a while also {'; '.join(copies)}, in bytes per parameter")

@@ -136,8 +136,10 @@ class Connection:
         self._left: set[int] = set()  # numbers of frames that are not out
         self._ready: deque[memoryview] = deque()
         self._taken = self._prepared = 0  # bytes: by the kernel, and made ready in all
+        self._moved = 0  # bytes of data, whichever carrier has them
         self._ends: deque[tuple[int, int]] = deque()  # where in them frames end that are not out, with their numbers
         self._timed: tuple[int, int, float] | None = None  # a large frame that is on its way: number, size, since when
+        self._paused = 0.0  # since when it has been interrupted
         self._blocked = False  # the kernel takes nothing now
         self._failure: OSError | None = None  # of a write: the kernel tells it once
         self._buffer = memoryview(bytearray(_BUFFER))
@@ -216,7 +218,7 @@ class Connection:
             )
 
     def _write(self) -> None:
-        blocked, most = False, self._taken + _WRITE_AT_MOST
+        blocked, most = False, self._moved + _WRITE_AT_MOST
         while not (self.ended or blocked) and self._prepare_some():
             some = [self._ready[index] for index in range(min(len(self._ready), _PIECES))]
             try:
@@ -232,7 +234,7 @@ class Connection:
                 self._forget()
                 break
             self._note_taken(count)
-            blocked = self._taken >= most  # the loop goes on
+            blocked = self._moved >= most  # the loop goes on
         if blocked != self._blocked:
             self._blocked = blocked
             self._watch(self)
@@ -257,9 +259,10 @@ class Connection:
                 pieces = segment if frame.void else self.sharing.sender(size).send(segment)
                 carried = self._prepare(pieces) <= size and not frame.void
                 frame.done += size
+                self._moved += size
             if not frame.segments:
                 self._ends.append((self._prepared, frame.number))
-                self._begun, self._interrupted = self._interrupted, None
+                self._go_on()
         return bool(self._ready)
 
     def _begin_next(self) -> None:
@@ -271,7 +274,7 @@ class Connection:
         if frame is None:
             return
         if before is not None:
-            self._interrupted = before
+            self._interrupted, self._paused = before, time.monotonic()
             self._prepare([wire.BETWEEN])
         self._begun = frame
         if self._timed is None:
@@ -279,6 +282,13 @@ class Connection:
             if size >= _TIMED:
                 self._timed = frame.number, size, time.monotonic()
         self._prepare(frame.head)
+
+    def _go_on(self) -> None:
+        """With the frame that was interrupted, if there is one; what has passed it counts for no rate."""
+        self._begun, self._interrupted = self._interrupted, None
+        if self._begun is not None and self._timed is not None and self._timed[0] == self._begun.number:
+            number, size, since = self._timed
+            self._timed = number, size, since + time.monotonic() - self._paused
 
     def _next(self) -> _Outgoing | None:
         """The frame that may begin now, whose data are in host memory."""

@@ -257,8 +257,9 @@ class Hub:
                 connection.reading.release()
 
     def _flush(self, connection: Connection) -> None:
+        before = connection.written
         connection.flush()
-        if connection.traffic is self:
+        if connection.traffic is self and connection.written > before:
             self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:

@@ -16,6 +16,7 @@ from ..devices.staging import StreamMark
 from ..errors import EpochChanged, ProtocolError
 from . import wire
 from .epoch import Epoch
+from .links import Ticket
 from .session import Session
 from .wire import Payload, PeerMessage, Staged
 
@@ -62,6 +63,7 @@ class Transport:
         self._closed = False
         self._incoming: dict[int, deque[PeerMessage]] = {}
         self._outgoing: set[int] = set()
+        self._leaving: dict[int, deque[Ticket]] = {}  # by lane that yields
         generation = epoch.next_transport()
         self._prefix = f"lane/{generation}/"
         tags: set[int] = set()
@@ -122,8 +124,17 @@ class Transport:
             return kept
         if not isinstance(payload, Staged):
             payload = wire.staged(payload) or payload
-        self._links.send(lane.destination, self._key(lane), sequence, payload, lane.yields)
+        ticket = self._links.send(lane.destination, self._key(lane), sequence, payload, lane.yields)
+        if lane.yields:
+            self._leaving.setdefault(lane.tag, deque()).append(ticket)
         return payload
+
+    def leaving(self, lane: Lane) -> int:
+        """How many messages of ``lane``, which yields, are not out yet: their memory is in use."""
+        tickets = self._leaving.get(lane.tag, deque())
+        while tickets and tickets[0].written:
+            tickets.popleft()
+        return len(tickets)
 
     def put_aside(self, payload: Payload | Staged) -> Payload | Staged:
         """``payload`` in a form that takes no memory of a device, to be sent later."""

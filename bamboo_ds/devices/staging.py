@@ -163,14 +163,16 @@ def _chunks(
     begins: list[int] = []
     parts: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
+    filled = 0
     for (begin, source), target in zip(sources, targets, strict=True):
         for first in range(0, source.numel(), size):
             begins.append(begin + first)
             parts.append(source[first : first + size])
             into.append(target[first : first + size])
-            if sum(part.numel() for part in parts) >= size:
+            filled += parts[-1].numel()
+            if filled >= size:
                 yield begins[0], parts, into
-                begins, parts, into = [], [], []
+                begins, parts, into, filled = [], [], [], 0
     if parts:
         yield begins[0], parts, into
 

@@ -53,8 +53,8 @@ class StageMemory:
             owner: it computes parts of the stage, and goes on with all of it after a loss.
         parked: copies that compute nothing can be in host memory. A shadow keeps the room for its replica free, for
             when it does; a copy that is being made needs none.
-        clones: copies of gradients that the owner makes: of sums that leave, of those that pipelines average.
-        sums: sums of gradients that a shadow holds; in host memory if the replica is.
+        clones: copies of the gradients that pipelines average, on the owner.
+        sums: sums of gradients that a shadow holds; in host memory if the replica is, or the device has no room.
         redundant: what redundant forward passes of an iteration keep at most, with ``redundancy.mode: "auto"``; unknown
             before passes have been measured.
     """
@@ -75,9 +75,8 @@ class StageMemory:
 
     @property
     def shadowed(self) -> int:
-        """The same on the shadow: what it needs to go on after a loss, and where replicas compute what they do."""
-        after = self.replica + self.passes + self.clones
-        return after if self.parked else max(after, self.ahead)
+        """The same on the shadow: what it needs to go on after a loss. Before it passes and sums go by what is free."""
+        return self.replica + self.passes + self.clones
 
     @property
     def ahead(self) -> int:
@@ -141,8 +140,8 @@ class StateBytes:
 
     @property
     def clones(self) -> int:
-        """Bytes per parameter of copies of gradients on an owner, at most: those that leave while more are made."""
-        return self.gradient * (NEWEST_SUMS if self.syncs else self.pipelines > 1)
+        """Bytes per parameter of copies of the gradients that pipelines average, on an owner."""
+        return self.gradient * (self.pipelines > 1)
 
     @property
     def copied(self) -> float:

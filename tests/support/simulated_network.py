@@ -336,6 +336,9 @@ class SimulatedTransport:
     def _key(self, lane: Lane) -> tuple[int, int]:
         return self._number, lane.tag
 
+    def leaving(self, lane: Lane) -> int:
+        return 0
+
     def _begin(self, what: str) -> None:
         self._network.before(self._mine.member, what)
         self._check()

@@ -112,9 +112,10 @@ class RedundantPasses(InContext):
         for replica in self.binding.replicas():
             if replica.pending is not None:
                 return replica, "step"
-        if not self.mode.eager_forward or self._exhausted or self.checks.rests:
-            return None
         plan, transport = self.epoch.plan, self.epoch.transport
+        waits = self._exhausted or self.checks.rests or self.epoch.member in plan.parked
+        if not self.mode.eager_forward or waits:
+            return None
         for replica in self.binding.replicas():
             role = replica.role
             if replica.parked or replica.results.reduced is not None or replica.share.helps or replica.share.divided:

@@ -80,13 +80,15 @@ class PartialSums(InContext):
     _taken_s: dict[Role, float] = field(default_factory=dict, init=False)  # by the last time, of the main thread
     _micro_batch_s: float | None = field(default=None, init=False)
     _told: bool = field(default=False, init=False)
+    #: Number of an epoch in which there was no memory for them.
+    _full: int | None = field(default=None, init=False)
 
     # -- when -------------------------------------------------------------------------------------------------
 
     def begin(self) -> None:
         """An iteration begins, or goes on."""
         setting = self.settings.redundancy.sync_every
-        if not self.mode.replicas:
+        if not self.mode.replicas or self._full == self.epoch.plan.epoch:
             self.every = 0
         else:
             self.every = self._affordable() if setting == "auto" else setting
@@ -151,19 +153,34 @@ class PartialSums(InContext):
         mark = part.marks.pop(count, None)
         if mark is None:  # it has gone on from other sums meanwhile
             return
+        lanes = [lane for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role) if lane.source == self.epoch.member]
+        if any(self.epoch.transport.leaving(lane) >= NEWEST_SUMS for lane in lanes):
+            return  # passes come first on the network, which is slower than it was
         begin = time.perf_counter()
         self.epoch.session.confirm("sending sums of gradients")  # also passes that run behind the host must be whole
-        gradients = runtime.optimizer.accumulated(self._parameters(runtime, part))
+        gradients = self._copied(runtime, part)
+        if gradients is None:
+            return
         consumed = {m: checksum for m, checksum in runtime.results.consumed.items() if m < count}
         sums = Sums(count, gradients, mark["layers"], mark["losses"], consumed)
         if self.layout.slices > 1:
             self._hold((runtime.role, part.begin, part.end), sums)
         self._bytes[runtime.role] = sum(total.nbytes for total in gradients if total is not None)
         message = as_message({"begin": part.begin, "end": part.end, **vars(sums)})
-        for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
-            if lane.source == self.epoch.member:
-                self.epoch.transport.send(lane, self.progress.sequence, message)
+        for lane in lanes:
+            self.epoch.transport.send(lane, self.progress.sequence, message)
         self._taken_s[runtime.role] = time.perf_counter() - begin
+
+    def _copied(self, runtime: StageRuntime, part: Part) -> list[torch.Tensor | None] | None:
+        """Copies of a part's gradients; ``None``: there is no room for them, and none are sent under this plan."""
+        reason = ""
+        try:
+            return runtime.optimizer.accumulated(self._parameters(runtime, part))
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+        self.every, self._full = 0, self.epoch.plan.epoch
+        logger.warning("role %s: no sums of gradients are sent, whose copies have no room: %s", runtime.role, reason)
+        return None
 
     # -- keeping ----------------------------------------------------------------------------------------------
 

@@ -186,7 +186,7 @@ class Training(InContext):
         if not self.epoch.leads:
             return
         plan = self.epoch.plan
-        shadowed = sum(shadow is not None for shadow in plan.shadows) - len(plan.lent)
+        shadowed = sum(shadow not in (None, *plan.parked) for shadow in plan.shadows) - len(plan.lent)
         self.epoch.channel.event(
             "step",
             epoch=plan.epoch,

@@ -187,6 +187,7 @@ class ChunkedStep:
     def __call__(self) -> None:
         """Take the step."""
         self._slabs = _Slabs(self._streams)
+        self._leaving.clear()  # of a step that has failed
         with ThreadPoolExecutor(_UNDER_WAY + 1, "bamboo-chunks") as self._threads:
             self._take()
 
