@@ -186,7 +186,8 @@ class Training(InContext):
         if not self.epoch.leads:
             return
         plan = self.epoch.plan
-        shadowed = sum(shadow not in (None, *plan.parked) for shadow in plan.shadows) - len(plan.lent)
+        idle, lent = (None, *plan.parked), {each.rank for each in plan.lent}
+        shadowed = sum(shadow not in idle and rank not in lent for rank, shadow in enumerate(plan.shadows))
         self.epoch.channel.event(
             "step",
             epoch=plan.epoch,
