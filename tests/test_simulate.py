@@ -89,12 +89,11 @@ def test_one_loss_by_hand() -> None:
 
     With the sums of micro-batch 0 it leaves out F0 and B0 of stage 1, with redundant passes F0 and F1. After 7.5 s it
     has all that stage 1 has to give, and is within B1 of its own. With "auto" there are redundant passes where a device
-    has room for all that they keep, 1 MB more than passes after a loss: of 16 MB for a stage, two sets of gradients, of
-    2 MB, and 1 MB for a micro-batch.
+    has room for two stages of 16 MB, 1 MB for each micro-batch of either, and two sums of gradients of 2 MB.
     """
     lazy, eager, auto = RedundancyMode.LAZY, RedundancyMode.EAGER_FORWARD, RedundancyMode.AUTO
     early = [(6.5, lazy, 0, 8.0), (6.5, eager, 0, 6.0), (6.5, lazy, 1, 5.0), (6.5, eager, 1, 4.0)]
-    chosen = [(6.5, auto, 0, 6.0, None), (6.5, auto, 1, 4.0, 44), (6.5, auto, 1, 5.0, 43)]
+    chosen = [(6.5, auto, 0, 6.0, None), (6.5, auto, 1, 4.0, 40), (6.5, auto, 1, 5.0, 39)]
     late = [(7.5, lazy, 0, 2.0), (7.5, eager, 1, 2.0)]
     for at_s, mode, sync_every, left_s, mega in (*((*each, None) for each in (*early, *late)), *chosen):
         memory = None if mega is None else mega * 10**6
