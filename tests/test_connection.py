@@ -368,8 +368,11 @@ def test_giving_up_an_older_epoch_concerns_no_newer_one(ends: Ends) -> None:
     ends.send(5, 2, filled(10))
     ends.sender.give_up(4)
     assert ends.sender.written == 0
+    assert not ends.sender.flush(), "there is nothing to tell of"
     ends.narrow.takes = None
+    assert ends.sender.flush()
     ends.pump()
+    assert not ends.sender.flush()
     assert [found[2] for found in ends.got] == [1, 2] and same(ends.got[0][3], filled(9000))
 
 

@@ -194,11 +194,13 @@ class Connection:
                 self._write()
         return number
 
-    def flush(self) -> None:
-        """Go on sending, once it is open."""
+    def flush(self) -> bool:
+        """Go on sending, once it is open; whether that has ended any frame."""
         with self._sending:
+            before = len(self._left)
             if self.open:
                 self._write()
+            return len(self._left) < before
 
     def give_up(self, epoch: int) -> None:
         """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.

@@ -257,9 +257,7 @@ class Hub:
                 connection.reading.release()
 
     def _flush(self, connection: Connection) -> None:
-        before = connection.written
-        connection.flush()
-        if connection.traffic is self and connection.written > before:
+        if connection.flush() and connection.traffic is self:
             self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:

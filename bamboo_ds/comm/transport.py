@@ -126,6 +126,7 @@ class Transport:
             payload = wire.staged(payload) or payload
         ticket = self._links.send(lane.destination, self._key(lane), sequence, payload, lane.yields)
         if lane.yields:
+            self.leaving(lane)
             self._leaving.setdefault(lane.tag, deque()).append(ticket)
         return payload
 

@@ -161,13 +161,8 @@ class StateBytes:
         return self.owner + (2 if self.zero else 0) + (4 if self.eager_backwards else 0)
 
     @property
-    def waiting(self) -> int:
-        """Bytes per parameter of what a shadow in host memory holds besides a copy: gradients to step by, and sums."""
-        return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
-
-    @property
-    def leaving(self) -> int:
-        """Bytes per parameter of what an owner has in host memory on its way to a shadow, at most."""
+    def sent(self) -> int:
+        """Bytes per parameter of what goes to a shadow in an iteration, as far as either has it at once."""
         return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
 
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:

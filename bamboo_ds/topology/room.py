@@ -149,7 +149,7 @@ def page_locked(plan: Plan, parameters: Sequence[int], state: StateBytes) -> Cou
     """By member, bytes of host memory that are page-locked while its replicas wait there, at most.
 
     Gradients and sums: those that its replicas have, and those of its own stages on their way. Boundary tensors and the
-    slabs through which a replica's step goes, come on top.
+    slabs through which a replica's step goes come on top.
 
     Args:
         plan: with owners and shadows.
@@ -159,6 +159,6 @@ def page_locked(plan: Plan, parameters: Sequence[int], state: StateBytes) -> Cou
     found = Counter[str]()
     for role, owner, shadow in zip(plan.world.roles, plan.owners, plan.shadows, strict=True):
         if shadow is not None:
-            found[shadow] += parameters[role.stage] * state.waiting
-            found[owner] += parameters[role.stage] * state.leaving
+            for member in (owner, shadow):
+                found[member] += parameters[role.stage] * state.sent
     return found
