@@ -16,12 +16,9 @@ from . import stages
 from .config import BLOCK, bamboo_config, has_block
 from .errors import ConfigError, UnsupportedError
 from .patching import MARK, MEGATRON, patch
-from .variables import ENV_JOINER, ENV_RESTARTS
+from .variables import ENV_JOINER, ENV_RESTARTS, LOCAL_RANK_OPTIONS
 
 logger = logging.getLogger("bamboo_ds")
-
-#: The option by which DeepSpeed's launcher tells scripts what ``LOCAL_RANK`` has, too.
-_LOCAL_RANK = ("--local_rank", "--local-rank")
 
 
 def patch_comm(module: ModuleType) -> None:
@@ -161,7 +158,7 @@ def align_local_rank(arguments: Any, environ: Mapping[str, str], argv: Sequence[
     DeepSpeed refuses another one, but its own launcher alone gives each process the option.
     """
     local = environ.get("LOCAL_RANK", "")
-    given = any(each.partition("=")[0] in _LOCAL_RANK for each in argv)
+    given = any(each.partition("=")[0] in LOCAL_RANK_OPTIONS for each in argv)
     found = getattr(arguments, "local_rank", None)
     if given or not local.isdecimal() or type(found) is not int or found < 0 or found == int(local):
         return

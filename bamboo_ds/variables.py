@@ -37,6 +37,8 @@ ENV_RESTARTS = "BAMBOO_RESTART_COUNT"
 ENV_RESTART_FROM = "BAMBOO_RESTART_FROM"
 #: The job's settings: JSON, see :class:`~bamboo_ds.job_settings.JobSettings`.
 ENV_SETTINGS = "BAMBOO_SETTINGS"
+#: The options by which DeepSpeed's launcher, as older ones of torch, tells a script its ``LOCAL_RANK``.
+LOCAL_RANK_OPTIONS = ("--local_rank", "--local-rank")
 
 
 def checked_steps(environ: Mapping[str, str]) -> int | None:

@@ -23,7 +23,7 @@ from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, own_kind, use_for_cuda
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.comm.work import ThroughHost
 from bamboo_ds.config import BambooConfig, RedundancyMode
-from bamboo_ds.control.agent.command import local_rank
+from bamboo_ds.control.agent.command import as_local_rank, local_rank
 from bamboo_ds.control.registry.records import DeviceRecord
 from bamboo_ds.devices import nccl, staging
 from bamboo_ds.devices.accelerators import HOST, name_on_host, numbered, room
@@ -70,6 +70,32 @@ def test_local_ranks(tmp_path: Path, told: dict[str, int], visible: str | None, 
         (tmp_path / "gpus" / str(gpu)).mkdir(parents=True)
     environ = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
     assert local_rank(agent(**told), environ, tmp_path / "gpus") == expected
+
+
+@pytest.mark.parametrize(
+    ("told", "environ", "expected"),
+    [
+        ({"slot": 5}, {"LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, 1),
+        ({"slot": 5, "home": 5}, {"LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, 1),
+        ({"slot": 8, "home": 2}, {"LOCAL_RANK": "1", "LOCAL_SIZE": "4"}, 2),
+        ({"slot": 5, "home": 6}, {"LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "4", "CUDA_VISIBLE_DEVICES": "0"}, 2),
+        ({"slot": 5, "home": 6}, {"LOCAL_RANK": "1", "OMPI_COMM_WORLD_LOCAL_SIZE": "2"}, 0),
+        ({"slot": 5, "home": 6}, {"LOCAL_RANK": "1", "CUDA_VISIBLE_DEVICES": "0,1,2,3"}, 2),
+        ({"slot": 5, "home": 6}, {}, 6),
+    ],
+)
+def test_local_ranks_under_another_launcher(told: dict[str, int], environ: dict[str, str], expected: int) -> None:
+    assert local_rank(agent(**told, launched=True), environ, Path("/nowhere")) == expected
+
+
+def test_a_command_has_the_local_rank_of_its_rank() -> None:
+    for given, expected in [
+        ("train.py --local_rank=3 --x", "train.py --local_rank=2 --x"),
+        ("train.py --local-rank 0", "train.py --local-rank 2"),
+        ("train.py --local_rank_x=3 --local_rank", "train.py --local_rank_x=3 --local_rank"),
+        ("train.py", "train.py"),
+    ]:
+        assert as_local_rank(given.split(), 2) == tuple(expected.split())
 
 
 @pytest.mark.parametrize(

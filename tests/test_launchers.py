@@ -9,6 +9,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,9 +28,9 @@ pytestmark = pytest.mark.claim("guides/launchers.md", "guides/security.md", "ref
 RANKS = 2
 
 
-def prepare(folder: Path, bamboo: bool) -> list[str]:
-    """Write the script and its configuration; returns the script's command line."""
-    config = write_config(folder, {} if bamboo else None, 8)
+def prepare(folder: Path, bamboo: bool, **block: Any) -> list[str]:
+    """Write the script and its configuration, with ``block`` if with any; returns the script's command line."""
+    config = write_config(folder, block if bamboo else None, 8)
     (folder / "numbers_script.py").write_text(SCRIPT)
     return ["numbers_script.py", "--deepspeed_config", str(config), "--out", str(folder)]
 
@@ -82,6 +83,48 @@ def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float])
     assert [e["exit_code"] for e in job.events("run_finished")] == [0]
     assert [(e["step"], e["stages"]) for e in job.events("exact_checked")] == [(2, 2)]
     assert losses(tmp_path) == {0: stock}
+
+
+@pytest.fixture(scope="module")
+def stock_apart(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    """Losses of stock DeepSpeed where each rank draws other batches."""
+    folder = tmp_path_factory.mktemp("stock-apart")
+    prepare(folder, bamboo=False)
+    result = run_stock(folder, RANKS, ["--apart"], folder / "ds_config.json", script=folder / "numbers_script.py")
+    assert result.exit_code == 0, result.output[-4000:]
+    return losses(folder)[0]
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize("fails", [False, True], ids=["draws", "fails"])
+@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+def test_a_worker_that_draws_for_another_rank(
+    launcher: str, fails: bool, tmp_path: Path, stock_apart: list[float]
+) -> None:
+    """It has the local rank of the rank that it runs as. If none can begin the job ends, and says what they said."""
+    go, broken = tmp_path / "go", tmp_path / "broken"
+    script = [*prepare(tmp_path, bamboo=True, recovery={"max_restarts": 0}), "--apart", "--slow-until", str(go)]
+    script += ["--fails-once-there", str(broken)]
+    told = {"BAMBOO_EVENTS": str(tmp_path / "events.jsonl")}
+    with LaunchedJob(tmp_path, [*LAUNCHERS[launcher](), *script], script, "launched", variables=told) as job:
+        wait_steps(job, 3)
+        if fails:
+            broken.touch()
+        else:
+            go.touch()
+        job.strike(job.workers()[0])
+        result = job.finish()
+    first = job.events("member_lost")[0]
+    assert (first["member_id"][:2], first["reason"]) == ("m0", "signal")
+    assert "starting a worker for rank 0: nobody else can draw its batches" in job.output()
+    if fails:
+        assert result.exit_code != 0
+        assert job.output().count("RuntimeError: no such data set") == 3
+        told = "nobody draws the batches of rank 0 any more, and each of 3 workers that were to do so has failed"
+        assert re.search(rf"{told}, the last one, m\d+-\w+, by exit code 1: its output says why", job.output())
+        return
+    assert result.exit_code == 0, result.output[-6000:]
+    assert losses(tmp_path)[1] == stock_apart
 
 
 @pytest.mark.integration

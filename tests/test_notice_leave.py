@@ -369,6 +369,41 @@ def test_a_worker_that_ends_before_it_has_drawn_is_not_started_for_ever() -> Non
     assert "worker m4, which was to do so, has ended before" in action.reason
 
 
+def failing(job: Simulated, slot: int, reason: str = "exit") -> None:
+    """A worker that was to draw the batches of rank 0 has ended before it could."""
+    job.join(slot, 0, feeder=True)
+    job.one.decide(job.view, 100.0)  # it is on its way
+    del job.members[f"m{slot}"]
+    ended = {"slot": slot, "reason": reason, "detail": "AssertionError: no device"}
+    job.left[f"m{slot}"] = left_record(f"m{slot}", "lost").model_copy(update=ended)
+
+
+@pytest.mark.parametrize("leaves", [False, True])
+def test_workers_that_fail_before_they_draw_are_not_started_for_ever(leaves: bool) -> None:
+    """Those that were preempted do not count."""
+    job = Simulated(hosts(4), apart=True)
+    job.one = deciding(0.0, 1.0, max_restarts=1)
+    if leaves:
+        job.notice(0)
+    else:
+        del job.members["m0"]
+        job.left["m0"] = left_record("m0", "lost")
+        assert isinstance(job.step(), WritePlan)
+        job.enter()
+    assert job.settle() == StartDataWorkers((0,))
+    for slot, reason in enumerate(("exit", "signal", "exit", "signal"), start=4):
+        failing(job, slot, reason)
+        assert job.step() == StartDataWorkers((0,))
+    failing(job, 8)
+    action = job.step()
+    why = "each of 3 workers that were to do so has failed, the last one, m8, by AssertionError: no device"
+    if leaves:
+        assert action == Wait(None, f"who draws the batches of rank 0 cannot leave, since {why}")
+    else:
+        assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+        assert action.reason == f"nobody draws the batches of rank 0 any more, and {why}"
+
+
 def test_a_loss_while_a_member_leaves() -> None:
     job = Simulated(hosts(4))
     job.notice(2)

@@ -103,8 +103,8 @@ class AgentSettings(MemberOptions):
         extra: slots of further workers to start, by rank.
         prefix: each line of the worker's output is shown with the slot in front.
         tells: it tells in the terminal what becomes of its member.
-        launched: another launcher has placed the slot: what that says of the host (``LOCAL_RANK``, ``MASTER_ADDR``, …)
-            holds for the worker.
+        launched: another launcher has placed the slot: what that says of the host (``MASTER_ADDR``, …) holds for the
+            worker, and its ``LOCAL_RANK`` for the rank that it has started.
     """
 
     slot: int

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass
 
+from ..control.agent.command import ranks_here
 from ..errors import ConfigError
 from ..variables import ENV_MEMBER
 from . import slurm
 
-#: How many of the ranks are on a host: torchrun, deepspeed, Open MPI, Intel MPI.
-_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -51,5 +50,4 @@ def launched(environ: Mapping[str, str]) -> Launched | None:
         rank, size, port = (int(environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     except ValueError as error:
         raise ConfigError(f"RANK, WORLD_SIZE and MASTER_PORT must be numbers: {error}") from error
-    local = str(size) in [environ[name] for name in _HERE if name in environ]
-    return Launched(rank, size, environ["MASTER_ADDR"], port, local)
+    return Launched(rank, size, environ["MASTER_ADDR"], port, local=ranks_here(environ) == str(size))

@@ -16,38 +16,50 @@ import psutil
 from .jobs import RunningJob, processes_of
 
 #: Writes ``losses-<rank>.json`` to ``--out``; has as many stages as there are ranks. Steps take 0.2 s each until the
-#: file ``--slow-until`` exists.
+#: file ``--slow-until`` exists. Its local rank must be that of its rank, as Megatron and GPT-NeoX demand. With
+#: ``--apart`` each rank draws other batches; once the file ``--fails-once-there`` exists it raises at its beginning.
 SCRIPT = """
 import argparse, json, os, time
 import deepspeed, torch
 from deepspeed.pipe import PipelineModule
+from deepspeed.utils import RepeatingLoader
 from torch import nn
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--local_rank", type=int, default=-1)
 parser.add_argument("--out")
 parser.add_argument("--slow-until")
+parser.add_argument("--apart", action="store_true")
+parser.add_argument("--fails-once-there")
 parser = deepspeed.add_config_arguments(parser)
 args = parser.parse_args()
+
+rank, world, local = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"))
+devices = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ["LOCAL_SIZE"])
+assert local == rank % devices, f"rank {rank} has local rank {local} among {devices} devices"
+assert args.local_rank in (-1, local), f"LOCAL_RANK is {local}, --local_rank={args.local_rank}"
+if args.fails_once_there and os.path.exists(args.fails_once_there):
+    raise RuntimeError("no such data set")
 
 class Numbers(torch.utils.data.Dataset):
     def __len__(self):
         return 512
     def __getitem__(self, index):
-        generator = torch.Generator().manual_seed(index)
+        generator = torch.Generator().manual_seed(index + 1000 * rank * args.apart)
         return torch.randn(16, generator=generator), torch.randint(0, 10, (), generator=generator)
 
 deepspeed.init_distributed()
 torch.manual_seed(1138)
 layers = [nn.Linear(16, 64), nn.ReLU(inplace=True), nn.Linear(64, 64), nn.ReLU(inplace=True), nn.Linear(64, 10)]
-stages = int(os.environ["WORLD_SIZE"])
-net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=stages, partition_method="uniform")
+net = PipelineModule(layers=layers, loss_fn=nn.CrossEntropyLoss(), num_stages=world, partition_method="uniform")
 engine, _, _, _ = deepspeed.initialize(args=args, model=net,
-    model_parameters=[p for p in net.parameters() if p.requires_grad], training_data=Numbers())
+    model_parameters=[p for p in net.parameters() if p.requires_grad], training_data=None if args.apart else Numbers())
+loader = torch.utils.data.DataLoader(Numbers(), batch_size=engine.train_micro_batch_size_per_gpu())
+batches = iter(RepeatingLoader(loader)) if args.apart else None
 losses = []
 for step in range(60):
     begin = time.monotonic()
-    losses.append(float(engine.train_batch()))
+    losses.append(float(engine.train_batch(batches)))
     while args.slow_until and not os.path.exists(args.slow_until) and time.monotonic() < begin + 0.2:
         time.sleep(0.005)
 with open(os.path.join(args.out, f"losses-{engine.global_rank}.json"), "w") as file:

@@ -32,7 +32,7 @@ from ..registry.keys import Keys, new_member_id
 from ..registry.records import LeftRecord, ProgressRecord, StopRecord, WorkerRecord
 from ..reporting import forward, tell_failure
 from ..settings import AgentSettings
-from .command import observed, worker_environment
+from .command import as_local_rank, observed, worker_environment
 from .data_workers import DataWorkers
 from .leaving import Leaving
 from .mailbox import Mailbox
@@ -94,7 +94,7 @@ class Agent:
         self._place = str(listener.place)
         with listener.socket, standard_input.of_worker(settings) as stdin:
             self._worker = WorkerProcess(
-                observed(settings.command),
+                observed(as_local_rank(settings.command, environment["LOCAL_RANK"])),
                 {**environment, ENV_LISTENER: listener.handed_on()},
                 self._output.stdout,
                 self._output.stderr,

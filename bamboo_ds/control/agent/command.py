@@ -18,12 +18,15 @@ from ...variables import (
     ENV_RESTART_FROM,
     ENV_RESTARTS,
     ENV_SETTINGS,
+    LOCAL_RANK_OPTIONS,
 )
 from ..registry.access import without_access
 from ..settings import AgentSettings
 
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _STUB = "bamboo_ds.control.script"
+#: How many of a launcher's ranks are on a host: torchrun, deepspeed, Open MPI, Intel MPI.
+_HERE = ("LOCAL_WORLD_SIZE", "LOCAL_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE", "MPI_LOCALNRANKS")
 #: Options of the interpreter that are followed by a value.
 _WITH_VALUE = ("-W", "-X", "--check-hash-based-pycs")
 #: Options that may stand together behind one dash.
@@ -49,15 +52,28 @@ def observed(command: Sequence[str]) -> tuple[str, ...]:
     return (*command[:at], "-m", _STUB, *command[at:])
 
 
+def ranks_here(environ: Mapping[str, str]) -> str | None:
+    """How many ranks the launcher has on this host, as it says; ``None``: it does not."""
+    return next((environ[name] for name in _HERE if name in environ), None)
+
+
 def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path = _GPUS) -> int:
     """``LOCAL_RANK`` of a worker: on a host with GPUs they go round, by :attr:`~AgentSettings.device` or by rank.
 
     By rank a member that joins as a lost rank gets the GPU of that one, and what scripts expect, Megatron among them.
+    Where another launcher has placed the slot this holds for a worker that runs as another rank than it has been
+    started for: the launcher gives ranks to hosts in blocks.
 
     Args:
-        environ: where ``CUDA_VISIBLE_DEVICES`` may be.
+        environ: where ``CUDA_VISIBLE_DEVICES`` and the launcher's variables may be.
         gpus: the folder in which the driver has an entry for every GPU.
     """
+    if settings.launched:
+        if settings.rank == settings.slot and environ.get("LOCAL_RANK", "").isdecimal():
+            return int(environ["LOCAL_RANK"])
+        here = ranks_here(environ) or ""
+        if here.isdecimal() and int(here):
+            return settings.rank % int(here)
     visible = environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None:
         count = len([device for device in visible.split(",") if device.strip() not in ("", "-1")])
@@ -65,6 +81,20 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
         count = len(list(gpus.iterdir())) if gpus.is_dir() else 0
     number = settings.rank if settings.device is None else settings.device
     return number % count if count else number
+
+
+def as_local_rank(command: Sequence[str], rank: int | str) -> tuple[str, ...]:
+    """``command`` with ``rank`` in its option for local ranks, if it has one: DeepSpeed refuses another one than
+    ``LOCAL_RANK``.
+    """
+    told = list(command)
+    for at, argument in enumerate(told):
+        name, equals, _ = argument.partition("=")
+        if name in LOCAL_RANK_OPTIONS and equals:
+            told[at] = f"{name}={rank}"
+        elif name in LOCAL_RANK_OPTIONS and at + 1 < len(told):
+            told[at + 1] = str(rank)
+    return tuple(told)
 
 
 def place_variables(rank: int, size: int | str, address: str, port: int) -> dict[str, str]:
@@ -95,10 +125,12 @@ def worker_environment(settings: AgentSettings, member: str) -> dict[str, str]:
             "WORLD_SIZE": str(settings.world_size),
         }
     )
-    size = env.get("LOCAL_WORLD_SIZE", "1") if settings.launched else str(settings.world_size)
+    size = (ranks_here(env) or "1") if settings.launched else str(settings.world_size)
     placed = place_variables(local_rank(settings, env), size, settings.address, settings.master_port)
     if settings.launched:
-        env.update({name: value for name, value in placed.items() if name not in env})
+        env.update({name: value for name, value in placed.items() if name not in env or name == "LOCAL_RANK"})
+        if "OMPI_COMM_WORLD_LOCAL_RANK" in env:  # DeepSpeed compares
+            env["OMPI_COMM_WORLD_LOCAL_RANK"] = env["LOCAL_RANK"]
     else:
         env.setdefault("OMP_NUM_THREADS", "1")
         env.update(placed)

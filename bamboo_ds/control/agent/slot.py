@@ -294,7 +294,7 @@ class Slot:
         elif status == EXIT_FATAL_LOSS:
             outcome = "fatal"
         elif status > 0 and not self.terminated:
-            outcome = failed
+            outcome, detail = failed, raised if raised and settings.joins else detail
             if spared or status == EXIT_DEVICE:
                 outcome, error = "lost", raised or f"exit code {status}"
                 detail = error

@@ -18,7 +18,7 @@ from ..registry.records import HealthReply, HealthRequest, LayoutRecord, LeftRec
 from .actions import Action, Ask, Complete, Loss, StartDataWorkers, StopJob, Wait, WritePlan
 from .boundary import as_told, next_change, policy_of, ready_copies, with_copies
 from .departures import comes, drawing_ends, every_rank, vanished, wanted_feeder
-from .failures import hopeless
+from .failures import MOST_PER_STEP, hopeless
 from .restarts import RestartLimits, Restarts, fatal_plan
 from .view import View
 
@@ -114,6 +114,9 @@ class Decider:
                 return change
             rank = wanted_feeder(view, plan)
             if rank is not None:
+                why = self._unable(view, (rank,))
+                if why is not None:
+                    return Wait(None, f"who draws the batches of rank {rank} cannot leave, since {why}")
                 return StartDataWorkers((rank,))
             self._calm = view
         return action
@@ -203,13 +206,19 @@ class Decider:
                 '"bamboo" block, or does to its stage between two steps'
             )
         left = [view.left[each] for each, home in self._feeders.items() if home in at and each in view.left]
-        ended = sorted(record.id for record in left if record.outcome == "finished" and record.step is None)
-        if not ended:
+        begun = [record for record in left if record.step is None and record.reason == "exit"]
+        ended = sorted(record.id for record in begun if record.outcome == "finished")
+        if ended:
+            return (
+                f"worker {', '.join(ended)}, which was to do so, has ended before: while its script replays alone it "
+                "goes another way, such as by a broadcast from another rank, which then gives it its own value"
+            )
+        failed = [record for record in begun if record.outcome == "lost"]
+        if len(failed) < MOST_PER_STEP:
             return None
-        return (
-            f"worker {', '.join(ended)}, which was to do so, has ended before: while its script replays alone it goes "
-            "another way, such as by a broadcast from another rank, which then gives it its own value"
-        )
+        last = max(failed, key=lambda record: record.slot)
+        how = f"exit code {last.detail}: its output says why" if last.detail.isdecimal() else last.detail
+        return f"each of {len(failed)} workers that were to do so has failed, the last one, {last.id}, by {how}"
 
     def _unfed(self, plan: Plan, at: tuple[int, ...], why: str) -> Action:
         """A new worker could draw the batches of the ends ``at``, but does not get there."""

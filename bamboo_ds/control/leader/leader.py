@@ -7,6 +7,7 @@ been deposed without knowing loses the compare-and-swap on the plan.
 from __future__ import annotations
 
 import logging
+import math
 import os
 import secrets
 import time
@@ -105,7 +106,8 @@ class Leader:
         self._world_size = settings.world_size
         self._decider = Decider(settings.bamboo)
         self._on_feed = on_feed
-        self._fed: dict[int, float] = {}  # when a feeder was started, by rank
+        #: When a feeder was started, and in which slot, by rank.
+        self._fed: dict[int, tuple[float, int]] = {}
         self._deadlines = Deadlines()
         self._told_last = False
         self._written = 0  # newest epoch written here; the mirror may still lag behind it
@@ -205,11 +207,13 @@ class Leader:
     def _feed(self, rank: int, mirror: Mirror) -> float:
         """Have a feeder started, unless one is on its way; returns when to look again."""
         now = self._clock()
-        if now >= self._fed.get(rank, 0.0) + _FEEDER_S:
-            self._fed[rank] = now
+        begun, slot = self._fed.get(rank, (-math.inf, None))
+        if now >= begun + _FEEDER_S or any(departure.slot == slot for departure in mirror.left.values()):
             first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
-            self._on_feed(claim_slot(self._store, first), rank)
-        return self._fed[rank] + _FEEDER_S
+            begun, slot = now, claim_slot(self._store, first)
+            self._fed[rank] = begun, slot
+            self._on_feed(slot, rank)
+        return begun + _FEEDER_S
 
     def _assign(self, record: RestartRecord, mirror: Mirror) -> None:
         """Have the workers started again."""
