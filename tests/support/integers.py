@@ -136,6 +136,8 @@ class Runtime:
 
     Attributes:
         steps: of its optimizer: the state.
+        theirs: what its shadow has computed of it.
+        tied: the sets of shared weights that are reduced.
         reduced: the sums of all copies of the stage, of all parts; ``None``: not reduced.
         loss: it has the loss and the checksums that a commit needs of the ends of a pipeline.
     """
@@ -148,7 +150,8 @@ class Runtime:
     helps: bool = False
     spent: bool = False
     broken: bool = False
-    shadow_fold: tuple[int, ...] | None = None
+    theirs: Part | None = None
+    tied: set[int] = field(default_factory=set)
     reduced: tuple[Any, ...] | None = None
     loss: bool = False
 
@@ -159,7 +162,8 @@ class Runtime:
         """An iteration begins."""
         self.parts = [Part(0, self.blocks)]
         self.helps = self.spent = self.broken = self.loss = False
-        self.shadow_fold = self.reduced = None
+        self.theirs = self.reduced = None
+        self.tied = set()
 
     @property
     def begun(self) -> bool:
@@ -384,7 +388,7 @@ class World:
             parts, by = progress[role].parts, computers[plan.world.rank(role)]
             ends = [*(part.begin for part in parts[1:]), runtime.blocks]
             mine = [(part, end) for part, end, each in zip(parts, ends, by, strict=True) if each == member.name]
-            runtime.helps, runtime.shadow_fold = bool(mine) and not runtime.owned, None
+            runtime.helps, runtime.theirs = bool(mine) and not runtime.owned, None
             if not mine:
                 if runtime.divided:
                     runtime.parts = [Part(0, runtime.blocks)]
@@ -441,7 +445,7 @@ class World:
             member.entered = False
             for role, runtime in member.runtimes.items():
                 if not decision.progress[role].reduced:
-                    runtime.reduced, runtime.loss = None, False
+                    runtime.reduced, runtime.loss, runtime.tied = None, False, set()
         yield None
         if behind:
             self._finish(member)
@@ -576,7 +580,7 @@ class World:
         runtime = member.runtimes[role]
         if kind == "SendPart":
             (part,) = runtime.parts
-            self.sent["Part", self.plan.owner(role), role].append(part.fold)
+            self.sent["Part", self.plan.owner(role), role].append(part)
             return
         queue = self.sent[kind[4:], member.name, role]
         yield lambda: bool(queue)
@@ -638,9 +642,9 @@ class World:
         elif kind == "RecvPart":
             queue = self.sent["Part", member.name, role]
             yield lambda: bool(queue)
-            fold = queue.popleft()
+            theirs = queue.popleft()
             if runtime.reduced is None:
-                runtime.shadow_fold = fold
+                runtime.theirs = theirs
         elif kind == "ReduceTiedGrads":
             yield from self._reduce_tied(member, role)
         elif kind == "ReduceGrads":
@@ -720,9 +724,10 @@ class World:
 
     def _sums_of(self, runtime: Runtime) -> tuple[int, ...]:
         """The sums of a role, of all of its parts, which have to be the same."""
-        folds = {part.fold for part in runtime.parts}
-        if runtime.shadow_fold is not None:
-            folds.add(runtime.shadow_fold)
+        parts = sorted((*runtime.parts, *filter(None, [runtime.theirs])), key=lambda part: part.begin)
+        covered = [0, *(part.end for part in parts)]
+        assert covered == [*(part.begin for part in parts), runtime.blocks], f"parts of {runtime.role}: {covered}"
+        folds = {part.fold for part in parts}
         assert folds == {tuple(range(self.case.micro_batches))}, f"the sums of {runtime.role} are {folds}"
         return folds.pop()
 
@@ -737,6 +742,7 @@ class World:
                 continue
             for each in tied:
                 self._sums_of(member.runtimes[each])
+                member.runtimes[each].tied.add(number)
             what = "tied", member.step, role.pipeline, number
             self.come[what].add(member.name)
             yield lambda what=what, group=group: self.come[what] >= group  # type: ignore[misc]
@@ -747,6 +753,8 @@ class World:
             return
         what = "reduce", member.step, role.stage, self.layout.slice_of(role)
         for each in same:
+            shared = {number for number, stages in enumerate(self.case.ties) if role.stage in stages}
+            assert each.tied == shared, f"the tied weights of {each.role} are not reduced"
             self.sent[("Fold", *what)].append(self._sums_of(each))
         group = {self.plan.owner(each) for each in self.layout.siblings(role)}
         self.come[what].add(member.name)
