@@ -15,7 +15,7 @@ from deepspeed.runtime.activation_checkpointing import checkpointing
 from torch import nn
 
 from bamboo_ds.engine.iteration.recomputing import begin_forward, counting_saved_bytes
-from bamboo_ds.engine.stage.rng import Drawing, drawing_seed, keyed_generators, seeded_layers
+from bamboo_ds.engine.stage.rng import Drawing, drawing_seed, keyed_generators, left_alone, seeded_layers
 from bamboo_ds.topology import Role
 
 from .support.gpt_jobs import survive
@@ -45,6 +45,15 @@ def draws(tracker: Any) -> list[torch.Tensor]:
             found.append(torch.rand(3))
     found += [torch.tensor([random.random()]), torch.from_numpy(numpy.random.rand(2))]
     return found
+
+
+def test_states_that_are_tracked_are_left_alone(tracker: Any) -> None:
+    """Constructors of Megatron's and GPT-NeoX's layers draw from them, also those of copies."""
+    before = {name: state.clone() for name, state in tracker.get_states().items()}
+    with left_alone(torch.device("cpu")):
+        draws(tracker)
+        assert any(not torch.equal(state, before[name]) for name, state in tracker.get_states().items())
+    assert all(torch.equal(state, before[name]) for name, state in tracker.get_states().items())
 
 
 def test_a_pass_draws_the_same_wherever_it_runs(tracker: Any) -> None:

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.engine.iteration.exchanged import exchange, pairs_of
+from bamboo_ds.engine.iteration.facts import lacks
 from bamboo_ds.engine.stage.beside import beside_layers, beside_steps, contents_of, newer
 from bamboo_ds.engine.stage.tracing import sum_of_bits
 from bamboo_ds.errors import UnsupportedError
@@ -127,6 +128,21 @@ def test_only_what_has_changed_or_has_tensors_is_compared() -> None:
     layer: Any = net["layer"]
     layer.seen, layer.cache, layer.number = ["text"], torch.ones(2), 4  # tensors and numbers travel
     assert [name.split("'")[1] for name in newer(beside_layers(runtime), began)] == ["seen"]
+
+
+def test_options_of_a_script_in_its_layers_are_compared_one_by_one() -> None:
+    """As in Megatron's: that of the rank differs, and one changes on all ranks alike."""
+
+    def told(rank: int, samples: int, seen: int) -> dict[str, Any]:
+        net = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+        net["layer"].options = Holder(rank=rank, samples=samples, seen=[seen])  # type: ignore[assignment]
+        none = {"basic_optimizer": None, "lr_scheduler": None}
+        return beside_layers(SimpleNamespace(module=net, attributes=none))  # type: ignore[arg-type]
+
+    began, mine = told(0, 0, 0), told(1, 8, 0)
+    assert not lacks(newer(told(0, 8, 0), began), mine)
+    (found,) = lacks(newer(told(0, 8, 1), began), mine)
+    assert found == "attribute 'options.seen' of layer layer (Linear)"
 
 
 # -- weights for evaluations ----------------------------------------------------------------------------------

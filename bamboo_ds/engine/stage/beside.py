@@ -38,6 +38,7 @@ _DEPTH, _MOST = 8, 10_000
 #: What belongs to the process, or is told by its type: it is not looked into.
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, torch.optim.Optimizer, dist.ProcessGroup)
 _OF_PROCESS = (logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType)
+_CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Contents(NamedTuple):
@@ -83,11 +84,25 @@ def beside_layers(runtime: Runtime) -> dict[str, Contents]:
         for name, value in vars(layer).items() if path else ():
             sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
             if name not in OF_ALL and not sent:
-                found[f"attribute {name!r} of layer {path} ({type(layer).__name__})"] = contents_of(value, names)
+                what = f"of layer {path} ({type(layer).__name__})"
+                found.update((f"attribute {n!r} {what}", contents_of(v, names)) for n, v in _one_by_one(name, value))
     loss = getattr(runtime.module, "loss_fn", None)
     if loss is not None and not isinstance(loss, nn.Module):
         found["what the loss function keeps"] = contents_of(loss, names)
     return found
+
+
+def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """The attributes of an object one by one, with their paths; anything else as it is.
+
+    Layers of Megatron have the script's options in an attribute, in which the rank differs and a count of samples is
+    brought up to date on all ranks alike.
+    """
+    inside = getattr(value, "__dict__", None)
+    if not isinstance(inside, dict) or isinstance(value, (*_CALLABLE, *_OPAQUE, *_OF_PROCESS, torch.Tensor)):
+        yield name, value
+    else:
+        yield from ((f"{name}.{each}", content) for each, content in list(inside.items()))
 
 
 def _of_scheduler(runtime: Runtime, names: Mapping[int, str]) -> dict[str, Contents]:

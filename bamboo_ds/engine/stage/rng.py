@@ -66,14 +66,9 @@ def keyed_generators(seed: int, device: torch.device, number: int = 0, others: b
     With the same ``seed`` tensor slices draw the same numbers from the default generators, for what all of them
     compute, and by their ``number`` different ones from the named states; as they do under Megatron.
     """
-    tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
-    with restored(default_generators(device, others)):
+    with restored(default_generators(device, others)), _trackers_restored():
         seed_generators(seed, device, number, others)
-        try:
-            yield
-        finally:
-            for tracker, states in tracked:
-                tracker.set_states(states)
+        yield
 
 
 def seed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> None:
@@ -97,6 +92,16 @@ def _trackers() -> list[Any]:
     return [tracker for tracker in found if tracker is not None]
 
 
+@contextmanager
+def _trackers_restored() -> Iterator[None]:
+    tracked = [(tracker, states) for tracker in _trackers() if (states := tracker.get_states())]
+    try:
+        yield
+    finally:
+        for tracker, states in tracked:
+            tracker.set_states(states)
+
+
 def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
     """State of the generator ``name`` in the pass that ``seed`` belongs to."""
     generator = torch.Generator(device)
@@ -105,8 +110,8 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def left_alone(device: torch.device) -> Iterator[None]:
-    """Restore the states of torch's default generators, Python's and NumPy's, after the body."""
-    with restored(default_generators(device, others=True)):
+    """Restore the states of torch's default generators, Python's and NumPy's, and those that are tracked, after it."""
+    with restored(default_generators(device, others=True)), _trackers_restored():
         yield
 
 
