@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -24,11 +25,12 @@ from bamboo_ds.topology import Layout
 
 from .support.compare import assert_computed
 from .support.etcd import EtcdServer
-from .support.jobs import TRAIN, Reference, slow_until, write_config
+from .support.jobs import TRAIN, Reference, RunningJob, slow_until, write_config
 from .support.members import MembersJob
 from .support.s3 import BUCKET, S3Server
 from .support.savers import Member, members, names, save_all
 from .test_own_checkpoints import saved
+from .test_restart import steps_of
 from .test_stored_jobs import PATIENCE_S, use
 
 __all__ = ["members"]  # a fixture
@@ -180,3 +182,35 @@ def test_a_job_on_hosts_that_share_nothing_goes_on_on_others(
     (begun,) = {int(result.length[1]) - len(dump["losses"]) for dump in result.ranks().values()}
     assert begun >= known, "from the newest one"
     assert_computed(result, reference(2, 1, 4, *result.length))
+
+
+@pytest.mark.exhaustive
+@pytest.mark.integration
+def test_a_fatal_loss_takes_the_job_back_to_the_mirror(
+    tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The folder is lost with the workers, and is there again afterwards."""
+    go, arguments = tmp_path / "go", ("--save-every", "2", "--dropout", "0.1")
+    told = {"checkpoint": {"mirror": f"s3://{BUCKET}/mirror", "every_s": 0}}
+    with S3Server(tmp_path) as server:
+        use(server, monkeypatch)
+        command = ["--stages", "2", *arguments, *slow_until(go)]
+        with RunningJob(tmp_path, 2, command, write_config(tmp_path, told, 4)) as job:
+            job.wait_for("a checkpoint", lambda: max(saved(job, own=False), default=0) >= 4)
+            workers = [member["pid"] for member in job.status()["members"]]
+            for how in (signal.SIGSTOP, signal.SIGKILL):
+                for pid in workers:
+                    os.kill(pid, how)
+                if how == signal.SIGSTOP:
+                    shutil.rmtree(tmp_path / "checkpoints")
+            job.wait_for("the restart", lambda: bool(job.events("restart")))
+            go.touch()
+            result = job.finish()
+    assert result.exit_code == 0, result.output[-5000:]
+    (restart,) = result.events("restart")
+    assert restart["checkpoint"].startswith(f"s3://{BUCKET}/mirror{tmp_path}/checkpoints/")
+    first, second = steps_of(result.events())
+    assert 4 < second[0] <= first[-1] + 1, (first, second)
+    tags = [info.tag for info in list_checkpoints(tmp_path / "checkpoints", checksums=True) if not info.reasons]
+    assert f"step{second[0] - 1}" in tags
+    assert_computed(result, reference(2, 1, 4, *arguments, *result.length, own=True))

@@ -129,6 +129,7 @@ def test_training_goes_on_without_the_store(
     assert_computed(result, reference(2, 1, 4, *result.length))
 
 
+@pytest.mark.exhaustive
 def test_all_members_vanish_and_others_start_on_fresh_hosts(tmp_path: Path, reference: Reference, url: str) -> None:
     """Nothing but the store, and etcd, has anything of the job."""
     go = tmp_path / "go"

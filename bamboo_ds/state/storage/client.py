@@ -67,7 +67,8 @@ class Objects:
         return f"{self._root}/{name}" if name else self._root
 
     @contextmanager
-    def _asking(self, name: str = "") -> Iterator[None]:
+    def asking(self, name: str = "") -> Iterator[None]:
+        """In the body the store is asked for ``name``: its errors become those of this class."""
         try:
             yield
         except (OSError, CheckpointError):
@@ -79,17 +80,17 @@ class Objects:
 
     def put(self, name: str, data: bytes) -> None:
         """Write an object, whole at once."""
-        with self._asking(name):
+        with self.asking(name):
             self._fs.pipe_file(self._path(name), data)
 
     def get(self, name: str) -> bytes:
         """Read an object."""
-        with self._asking(name):
+        with self.asking(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
     def size(self, name: str) -> int | None:
         """Bytes of an object; ``None``: there is none of this name."""
-        with self._asking(name):
+        with self.asking(name):
             try:
                 info = self._fs.info(self._path(name))
             except FileNotFoundError:
@@ -99,7 +100,7 @@ class Objects:
     def find(self, below: str = "") -> dict[str, Stored]:
         """All objects below a name, by their paths below that."""
         top = self._path(below)
-        with self._asking(below):
+        with self.asking(below):
             try:
                 found = self._fs.find(top, detail=True)
             except FileNotFoundError:
@@ -110,7 +111,7 @@ class Objects:
         """Remove objects, those that are not there any more included."""
         paths = [self._path(name) for name in names]
         if paths:
-            with self._asking():
+            with self.asking():
                 try:
                     self._fs.rm(paths)
                 except FileNotFoundError:  # of the kinds that remove one by one: the others are still there
@@ -127,17 +128,17 @@ class Objects:
 
     def upload(self, name: str, moved: Callable[[], None]) -> Upload:
         """Begin to write an object in parts; ``moved`` is called after each write."""
-        with self._asking(name):
+        with self.asking(name):
             file = self._fs.open(self._path(name), "wb", block_size=BLOCK)
         return Upload(self, name, file, moved)
 
     def read(self, name: str) -> Iterator[bytes]:
         """The content of an object, from start to end."""
-        with self._asking(name):
+        with self.asking(name):
             file = self._fs.open(self._path(name), "rb", block_size=_CHUNK)
         with file:
             while True:
-                with self._asking(name):
+                with self.asking(name):
                     chunk = file.read(_CHUNK)
                 if not chunk:
                     return
@@ -159,7 +160,7 @@ class Objects:
             return 0
         bucket, key, _ = self._fs.split_path(self._path(prefix))
         below, marks, count = len(key) - len(prefix), dict[str, str](), 0
-        with self._asking(prefix):
+        with self.asking(prefix):
             while True:
                 page = self._fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key, **marks)
                 for each in page.get("Uploads", ()):
@@ -204,7 +205,7 @@ class Upload:
 
     def write(self, data: memoryview) -> int:
         """Append; sends what is enough for a part."""
-        with self._objects._asking(self.name):
+        with self._objects.asking(self.name):
             self._file.write(data)
         self._moved()
         return len(data)
@@ -212,7 +213,7 @@ class Upload:
     def commit(self) -> None:
         """Send the rest."""
         try:
-            with self._objects._asking(self.name):
+            with self._objects.asking(self.name):
                 self._file.close()
         except BaseException:  # goes on up; the parts in the store must not stay
             self.discard()
@@ -223,7 +224,7 @@ class Upload:
         from fsspec.spec import AbstractBufferedFile
 
         try:
-            with self._objects._asking(self.name):
+            with self._objects.asking(self.name):
                 if isinstance(self._file, AbstractBufferedFile):
                     self._file.closed = True  # its finalizer would send the rest
                     self._file.discard()
