@@ -191,7 +191,7 @@ class Objects:
                 "delete objects there"
             ) from error
         except OSError as error:
-            raise Unreachable(f"{self.url} cannot be used: {error}. Is its endpoint right, and reached?") from error
+            raise StorageError(f"{self.url} cannot be used: {error}. Is its endpoint right, and reached?") from error
         if name not in there or content != b"bamboo":
             raise StorageError(f"{self.url} does not give back what is written there: name another store")
 
@@ -246,22 +246,22 @@ def check_storage(url: str, setting: str, start: bool) -> None:
 
     Args:
         setting: that names it.
-        start: the job begins; later a store that does not answer is no reason to end it, as saves tell of that.
+        start: the job begins. Later, for a member that joins or after a restart, a store that refuses or does not
+            answer is a warning: it need not end a job whose next saves tell what is wrong, or succeed.
 
     Raises:
         ConfigError: they cannot, with the cure.
     """
     try:
-        Objects(url).probe()
+        objects = Objects(url)
     except StorageError as error:
-        if not start and isinstance(error, Unreachable):
-            logger.warning('"%s": %s', setting, error)
-            return
         raise ConfigError(f'"{setting}": {error}') from error
-
-
-class Unreachable(StorageError):
-    """A store does not answer."""
+    try:
+        objects.probe()
+    except StorageError as error:
+        if start:
+            raise ConfigError(f'"{setting}": {error}') from error
+        logger.warning('"%s": %s', setting, error)
 
 
 def _stored(info: dict[str, Any]) -> Stored:
@@ -277,4 +277,4 @@ def _translated(error: Exception, where: str) -> StorageError:
             f"{where}: {text}. Give this host credentials by the store's own means: environment variables, a "
             "configuration file, or a role of the instance"
         )
-    return Unreachable(f"{where} does not answer: {text}. Is its endpoint right, and reached from this host?")
+    return StorageError(f"{where} does not answer: {text}. Is its endpoint right, and reached from this host?")
