@@ -116,7 +116,9 @@ def test_the_one_that_leads_is_lost_with_all_sent(
         patch.setattr(threading, "excepthook", lambda _: None)
         leader.save(1)
         heir.save(1).wait()
-        assert reached.wait(WAIT_S)
+        assert reached.wait(WAIT_S) and leader.saver._thread is not None
+        leader.saver._thread.join(WAIT_S)
+        leader.saver._running = None
     assert tags(store) == []
     heir.saver.follow({"m1"})
     heir.wait()
