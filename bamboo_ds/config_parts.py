@@ -8,6 +8,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
+from .addresses import check_storage_url, is_url
+
 
 class RedundancyMode(str, Enum):
     """What a shadow computes ahead of a loss (the paper's three modes, one of two of them, and none at all)."""
@@ -60,8 +62,16 @@ class CheckpointConfig(ConfigPart):
     )
     dir: str | None = Field(
         None,
-        description="where these are kept, on a file system that all members share; `null`: where the script saves, "
-        "from its first `save_checkpoint` on",
+        description="where these are kept: a folder on a file system that all members share, or the URL of a [store of "
+        "objects](../guides/checkpoints.md#object-storage), such as `s3://bucket/prefix`; `null`: `mirror`, or else "
+        "where the script saves, from its first `save_checkpoint` on",
+    )
+
+    mirror: str | None = Field(
+        None,
+        description="URL of a [store of objects](../guides/checkpoints.md#a-mirror) to which the script's checkpoints "
+        "are uploaded, and from which hosts fetch those that they lack: then the script's folder need not be shared; "
+        "`null`: none",
     )
 
     @field_validator("every_s", mode="before")
@@ -76,10 +86,23 @@ class CheckpointConfig(ConfigPart):
     @classmethod
     def _is_a_folder(cls, value: str | None) -> str | None:
         if value is not None and not value.strip():
-            raise ValueError("it must be the path of a folder that all members share, or null")
-        return value
+            raise ValueError("it must be the path of a folder that all members share, the URL of a store, or null")
+        return check_storage_url(value) if value is not None and is_url(value) else value
+
+    @field_validator("mirror")
+    @classmethod
+    def _is_a_store(cls, value: str | None) -> str | None:
+        if value is not None and not is_url(value):
+            raise ValueError("it must be the URL of a store of objects, such as s3://bucket/prefix, or null")
+        return None if value is None else check_storage_url(value)
+
+    @property
+    def stores(self) -> dict[str, str]:
+        """URLs of stores of objects, by the full names of the settings that name them."""
+        named = {"dir": self.dir, "mirror": self.mirror}
+        return {f"bamboo.checkpoint.{name}": url for name, url in named.items() if url is not None and is_url(url)}
 
     @property
     def lacks_place(self) -> bool:
         """Whether an interval is asked for, and the job has a place only once the script saves."""
-        return self.every_s != "auto" and self.every_s > 0 and self.dir is None
+        return self.every_s != "auto" and self.every_s > 0 and self.dir is None and self.mirror is None

@@ -16,8 +16,9 @@ OVER = ".bamboo-over"
 _SEPARATOR = "~"
 
 
-def _mark(folder: Path, origin: str, generation: int) -> Path:
-    return folder / _SEPARATOR.join((OVER, origin, str(generation)))
+def mark_of(origin: str, generation: int) -> str:
+    """Name of the file that says that a later lineage than this one has begun."""
+    return _SEPARATOR.join((OVER, origin, str(generation)))
 
 
 def supersede(folder: Path, lineage: Lineage) -> None:
@@ -28,7 +29,7 @@ def supersede(folder: Path, lineage: Lineage) -> None:
     origin, generation = lineage
     known = set(os.listdir(folder)) if origin and generation else set()
     for number in range(generation if origin else 0):
-        mark = _mark(folder, origin, number)
+        mark = folder / mark_of(origin, number)
         if mark.name not in known:
             os.close(os.open(mark, os.O_CREAT | os.O_WRONLY | os.O_CLOEXEC, 0o644))
 
@@ -40,6 +41,6 @@ def is_over(folder: Path, lineage: Lineage) -> bool:
         return False
     try:
         # A listing, since network file systems remember for a while that a name does not exist.
-        return _mark(folder, origin, generation).name in os.listdir(folder)
+        return mark_of(origin, generation) in os.listdir(folder)
     except FileNotFoundError:
         return False

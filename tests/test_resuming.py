@@ -22,6 +22,7 @@ from bamboo_ds.errors import ProtocolError, TransferError
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
 from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
+from bamboo_ds.state.locations import Places
 from bamboo_ds.state.own import own_folder
 from bamboo_ds.topology import Layout
 
@@ -53,7 +54,7 @@ def find(told: str | None, place: Path | None = None) -> list[str] | None:
     """What the leader of the first restart finds."""
     channel = SimpleNamespace(restart_from=told, job="job")
     epoch: Any = SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1), origin="o"))
-    found = newest_whole(epoch, None if place is None else str(place))
+    found = newest_whole(epoch, Places(), None if place is None else str(place))
     return None if found is None else list(found)
 
 
@@ -166,7 +167,7 @@ def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path)
     def load(generation: int, leads: bool = True) -> bool:
         plan = SimpleNamespace(generation=generation, lineage=("o", generation))
         epoch = SimpleNamespace(channel=SimpleNamespace(job="job"), plan=plan, leads=leads)
-        silence_earlier_starts(epoch, str(folder))
+        silence_earlier_starts(epoch, Places(), str(folder))
         return is_over(folder, ("o", 0))
 
     assert not load(0) and not load(1, leads=False)

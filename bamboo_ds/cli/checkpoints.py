@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 from pydantic import TypeAdapter
 from rich.filesize import decimal
 from rich.table import Table
 
+from ..addresses import check_storage_url, is_url
 from ..errors import ConfigError
 from .output import console
 
@@ -17,12 +18,24 @@ if TYPE_CHECKING:
     from ..state.checkpoints import CheckpointInfo
 
 
+class FolderOrUrl(click.Path):
+    """A folder that exists, or the URL of a store."""
+
+    def __init__(self) -> None:
+        super().__init__(exists=True, file_okay=False)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return value if is_url(value) else super().convert(value, param, ctx)
+
+
 @click.command()
-@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.argument("folder", type=FolderOrUrl())
 @click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or the one that FOLDER is): complete or not, and why.
+
+    FOLDER may be the URL of a store of objects, such as s3://bucket/prefix.
 
     Those that jobs have taken without their scripts' doing, if this is their place, come last.
 
@@ -37,11 +50,16 @@ def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     """
     # Loads torch, which other commands need not wait for.
     from ..state.checkpoints import CheckpointError, CheckpointInfo, Status, list_checkpoints
+    from ..state.locations import Places
     from ..state.own import list_own
+    from ..state.storage.verifying import list_stored
 
     try:
-        found = list_checkpoints(folder, checksums=verify) + list_own(folder, checksums=verify)
-    except CheckpointError as error:
+        if is_url(folder):
+            found = list_stored(Places().store(check_storage_url(folder)), verify)
+        else:
+            found = list_checkpoints(folder, checksums=verify) + list_own(folder, checksums=verify)
+    except (CheckpointError, OSError, ValueError) as error:
         raise ConfigError(str(error)) from error
     if as_json:
         click.echo(TypeAdapter(list[CheckpointInfo]).dump_json(found, indent=2).decode())

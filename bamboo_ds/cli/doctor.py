@@ -262,7 +262,22 @@ def devices(_: Patient) -> Iterator[Finding]:
         yield Finding("devices", "ok", f"{names}; NCCL {version}")
 
 
-CHECKS: tuple[Check, ...] = (versions, configuration, store, clock, address, compiler_locks, disk, limits, devices)
+def stores_of_checkpoints(patient: Patient) -> Iterator[Finding]:
+    """Whether this host can keep checkpoints at the URLs that the configuration names."""
+    block = None if patient.config is None else bamboo_config(str(patient.config))
+    if block is None or not block.checkpoint.stores:
+        return
+    from ..state.storage.client import check_stores  # loads torch
+
+    check_stores(block.checkpoint.stores, start=True)
+    for url in block.checkpoint.stores.values():
+        yield Finding("stores of checkpoints", "ok", f"{url}: objects are written, listed, read and removed")
+
+
+CHECKS: tuple[Check, ...] = (
+    *(versions, configuration, stores_of_checkpoints, store, clock),
+    *(address, compiler_locks, disk, limits, devices),
+)
 
 
 def examine(patient: Patient, checks: tuple[Check, ...] = CHECKS) -> Iterator[Finding]:

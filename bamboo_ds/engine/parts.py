@@ -153,7 +153,7 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
     needs = Needs(partial(report, layout, mode.replicas), dataset is None)
     supply = BatchSupply(context, dataset, ds.data_iterator, needs)
     host = ds.checkpoint_engine = HostCopyEngine(ds.checkpoint_engine)
-    saves = Saves(job, settings.checkpoint, host, context.history)
+    saves = Saves(job, settings.checkpoint, host, context.history, context.places)
     flags = flags_here(ds.device)
     answers = {History.PREFIX: context.history.answer, FLAGS: lambda _: json.dumps(flags)}
     session.offers.begin(settings.topology.transfer_mb_per_s, answers)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..errors import EpochChanged, ProtocolError
 from ..observe import logs
+from ..state.storage.client import check_stores
 from ..worker import plan_changes as plan_change
 from .joining.loading import newest_whole
 from .recovery.reports import StartReport
@@ -41,6 +42,8 @@ def start(parts: Parts, exact: int) -> None:
 def _take_part(parts: Parts, exact: int) -> None:
     job, role = parts.job, parts.binding.local.role
     logs.set_context(role=str(role))
+    first = not job.channel.joiner and job.channel.restart_from is None
+    check_stores(parts.settings.checkpoint.stores, start=first)
     if job.channel.joiner:
         _connect_local(parts)
         job.at_finish = parts.leave
@@ -81,7 +84,7 @@ def _agree(parts: Parts, exact: int) -> StartReport:
     mine = StartReport(
         seed=parts.progress.seed,
         nonce=secrets.token_hex(4),
-        resumed=newest_whole(parts.epoch, parts.settings.checkpoint.dir) if parts.epoch.leads else None,
+        resumed=newest_whole(parts.epoch, parts.places, parts.settings.checkpoint.dir) if parts.epoch.leads else None,
         checksums=parts.job.settings.observe.checksums,
         exact=exact,
         flags=parts.flags,

@@ -347,7 +347,7 @@ class CheckpointSaved(EventBase):
     event: Literal["checkpoint_saved"] = "checkpoint_saved"
     step: int = Field(ge=0, description="last step contained in the checkpoint")
     global_step: int | None = GLOBAL_STEP
-    path: str = Field(description="its folder")
+    path: str = Field(description="its folder, or its URL in a store of objects")
     seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
     bytes: int = Field(ge=0, description="size of all of its files")
     own: bool = OF_THE_JOB
@@ -359,7 +359,7 @@ class CheckpointFailed(EventBase):
     event: Literal["checkpoint_failed"] = "checkpoint_failed"
     step: int = Field(ge=0, description="last step that it would have contained")
     global_step: int | None = GLOBAL_STEP
-    path: str = Field(description="the folder that it would have got")
+    path: str = Field(description="the folder or URL that it would have got")
     own: bool = OF_THE_JOB
     reason: str = Field(description="what went wrong")
 

@@ -50,6 +50,8 @@ HISTORY = "bamboo_history.json"
 SAVE = ".save.json"
 #: What names begin with that tell which role has written its files.
 WRITTEN = ".written-"
+#: The same of those that could not.
+FAILED = ".failed-"
 PARTIAL, REMOVING, REPLACED, SPARE = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced", ".bamboo-spare"
 #: Holds checkpoints of jobs' own, by the job's name: those that they take without their scripts' doing.
 OWN = ".bamboo-own"
@@ -60,6 +62,8 @@ MAX_DEPTH = 4
 #: Files that DeepSpeed finds by pattern when it loads: one too many is as bad as one too few.
 LOADED = re.compile(r"_states\.pt$")
 _CHUNK = 1 << 22
+#: A folder or a file, or the URL of what is in a store of objects.
+Location = Path | str
 
 
 class CheckpointError(BambooError, RuntimeError):
@@ -101,7 +105,8 @@ class _SaveFacts(_Record):
         consumed: micro-batches of each pipeline that the job has used.
         origin: names the run of the job, through all of its restarts; see :mod:`bamboo_ds.generations`.
         rate: the losses that the job had seen.
-        script_folder: of a checkpoint of the job's own: the folder that the script saved into, if there is one.
+        script_folder: of a checkpoint of the job's own, or in a mirror: the folder that the script saved into, if there
+            is one.
     """
 
     schema_version: int = Field(SCHEMA, alias="schema")
@@ -201,7 +206,7 @@ class CheckpointInfo(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    path: Path
+    path: Location
     tag: str
     status: Status
     size: int
@@ -218,9 +223,14 @@ class CheckpointInfo(BaseModel):
     origin: str = ""
 
 
-def is_own(path: Path | str) -> bool:
+def is_own(path: Location) -> bool:
     """Whether ``path`` is, or is in, a folder of checkpoints of a job's own."""
     return OWN in Path(path).parts
+
+
+def inside(folder: Location, name: str) -> Location:
+    """What is called ``name`` in ``folder``."""
+    return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
 
 
 def read_manifest(checkpoint: Path | str) -> Manifest:
@@ -231,13 +241,26 @@ def read_manifest(checkpoint: Path | str) -> Manifest:
     """
     path = Path(checkpoint) / MANIFEST
     try:
-        manifest = Manifest.model_validate_json(path.read_bytes())
+        text = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{checkpoint} has no {MANIFEST}: it is not complete, or not of bamboo_ds") from error
-    except (OSError, ValidationError) as error:
+    except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error}") from error
+    return parse_manifest(text, path)
+
+
+def parse_manifest(text: bytes, where: Location) -> Manifest:
+    """The manifest that ``text`` is, as found at ``where``.
+
+    Raises:
+        CheckpointError: it is none, or it has another schema.
+    """
+    try:
+        manifest = Manifest.model_validate_json(text)
+    except ValidationError as error:
+        raise CheckpointError(f"{where} cannot be read: {error}") from error
     if manifest.schema_version != SCHEMA:
-        raise CheckpointError(f"{path} has schema {manifest.schema_version}; this version of bamboo_ds reads {SCHEMA}")
+        raise CheckpointError(f"{where} has schema {manifest.schema_version}; this version of bamboo_ds reads {SCHEMA}")
     return manifest
 
 

@@ -11,14 +11,21 @@ import os
 from collections.abc import Iterable
 from pathlib import Path
 
-from .checkpoints import OWN, CheckpointError, CheckpointInfo, Status, list_checkpoints, verify
+from ..addresses import is_url
+from .checkpoints import OWN, CheckpointError, CheckpointInfo, Location, Status, list_checkpoints
+from .places import CheckpointPlace
 
 logger = logging.getLogger("bamboo_ds")
 
 
 def own_folder(place: Path | str, job: str) -> Path:
-    """Where ``job`` keeps checkpoints of its own, if ``place`` is their place."""
+    """Where ``job`` keeps checkpoints of its own, if the folder ``place`` is their place."""
     return Path(os.path.abspath(place), OWN, job)
+
+
+def own_location(place: Location, job: str) -> Location:
+    """As :func:`own_folder`; ``place`` may be the URL of a store, too."""
+    return f"{str(place).rstrip('/')}/{OWN}/{job}" if is_url(place) else own_folder(place, job)
 
 
 def list_own(place: Path | str, checksums: bool = False) -> list[CheckpointInfo]:
@@ -28,36 +35,36 @@ def list_own(place: Path | str, checksums: bool = False) -> list[CheckpointInfo]
 
 
 def newest_of(
-    folders: Iterable[Path], job: str, origin: str, checksums: bool = False
-) -> tuple[Path, CheckpointInfo] | None:
-    """The checkpoint of ``job`` that is complete and contains most, and the one of ``folders`` that it is in.
+    places: Iterable[CheckpointPlace], job: str, origin: str, checksums: bool = False
+) -> tuple[CheckpointPlace, CheckpointInfo] | None:
+    """The checkpoint of ``job`` that is complete and contains most, and the one of ``places`` that it is in.
 
     What other runs of a job of this name have saved comes last, and of their own checkpoints none is looked at. Where
-    two contain the same steps the script's contains what the script has done after them, too. Folders that cannot be
+    two contain the same steps the script's contains what the script has done after them, too. Places that cannot be
     read are passed over.
 
     Args:
-        folders: those that the script has saved into, and those of the job's own checkpoints.
+        places: those that the script has saved into, and those of the job's own checkpoints.
         origin: of this run of the job.
         checksums: pass over those whose content has changed; reads all files of the newest ones.
     """
 
-    def age(each: tuple[Path, CheckpointInfo]) -> tuple[int, bool, int]:
+    def age(each: tuple[CheckpointPlace, CheckpointInfo]) -> tuple[int, bool, int]:
         info = each[1]
         consumed = -1 if info.origin != origin or info.consumed is None else info.consumed
         return consumed, not info.own, info.serial
 
-    found = [(folder, info) for folder in folders for info in _complete(folder, job)]
-    for folder, info in sorted(found, key=age, reverse=True):
-        if (info.origin == origin or not info.own) and not (checksums and verify(info.path)):
-            return folder, info
+    found = [(place, info) for place in places for info in _complete(place, job)]
+    for place, info in sorted(found, key=age, reverse=True):
+        if (info.origin == origin or not info.own) and (not checksums or place.whole(info)):
+            return place, info
     return None
 
 
-def _complete(folder: Path, job: str) -> list[CheckpointInfo]:
+def _complete(place: CheckpointPlace, job: str) -> list[CheckpointInfo]:
     try:
-        found = list_checkpoints(folder) if folder.is_dir() else []
-    except CheckpointError as error:
+        found = place.checkpoints()
+    except (OSError, CheckpointError) as error:
         logger.warning("looking for a checkpoint: %s", error)
         return []
     return [info for info in found if info.status is Status.COMPLETE and info.job == job]

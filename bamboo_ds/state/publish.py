@@ -301,8 +301,9 @@ def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
     own = [i for i in list_checkpoints(folder) if i.status is Status.COMPLETE and i.job == job]
     removed = []
     for info in own[: max(0, len(own) - max(1, keep))]:
-        if info.path != newest and not info.latest and discard(info.path, folder, job, info.serial):
-            removed.append(info.path)
+        path = Path(info.path)
+        if path != newest and not info.latest and discard(path, folder, job, info.serial):
+            removed.append(path)
     return removed
 
 

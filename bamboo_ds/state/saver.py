@@ -23,11 +23,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from . import publish, spares
-from .checkpoints import CheckpointError, Manifest, read_manifest
-from .writer import HostFile, KnownFolder, Save, SaveAborted, SaveRefused, SaveResult, check_lineage, perform
+from . import publish
+from .checkpoints import CheckpointError, Location
+from .places import KnownFolder, SaveRefused
+from .writer import HostFile, Save, SaveAborted, SaveResult, check_lineage, perform
 
 logger = logging.getLogger("bamboo_ds")
 
@@ -83,8 +83,8 @@ class CheckpointSaver:
         self._aborted: dict[str, str] = {}
         self._beyond: str | None = None
         self._results: list[SaveResult] = []
-        self._folders: dict[Path, KnownFolder] = {}
-        self._given_up: list[Path] = []
+        self._folders: dict[Location, KnownFolder] = {}
+        self._given_up: list[Save] = []
         self._thread: threading.Thread | None = None
         self._closing = False
         # When the thread was last seen between two calls of the operating system.
@@ -259,8 +259,8 @@ class CheckpointSaver:
         with self._changed:
             given_up, self._given_up = self._given_up, []
         for each in given_up:  # all know it by now
-            with contextlib.suppress(OSError):
-                each.rmdir()
+            with contextlib.suppress(OSError, CheckpointError):
+                each.place.forget(each.record)
         self.poll()
 
     def stop(self) -> None:
@@ -330,20 +330,20 @@ class CheckpointSaver:
     def _run(self, save: Save) -> SaveResult:
         """Carry out ``save``; the checkpoint before it is kept until then."""
         if save.leads and not save.own:
-            spares.make(save.folder, save.record.job, save.record.save_id)
+            save.place.make_spare(save.record.job, save.record.save_id)
             with self._changed:
                 save.spared = True
                 self._changed.notify_all()
         result = self._written(save)
         if save.leads and not save.own:  # by now, perhaps
-            spares.end(save.folder, save.record.job)
+            save.place.end_spare(save.record.job)
         return result
 
     def _written(self, save: Save) -> SaveResult:
         """Write ``save``; any exception becomes the result's error."""
         result = save.result
         try:
-            if save.all_written and (path := _completed(save)) is not None:
+            if save.all_written and (path := save.place.completed(save.record)) is not None:
                 return self._inherited(save, result, path)
             path = perform(save, self)
         except SaveAborted as error:
@@ -360,40 +360,40 @@ class CheckpointSaver:
             return result
         return replace(result, path=path, total=save.total, error=self._tidy(save, path))
 
-    def _inherited(self, save: Save, result: SaveResult, path: Path) -> SaveResult:
+    def _inherited(self, save: Save, result: SaveResult, path: Location) -> SaveResult:
         """A member that led before has completed ``save``, and may have died before it tidied up."""
         try:
-            total = sum(file.size for file in read_manifest(path).files.values())
+            total = sum(file.size for file in save.place.manifest(path).files.values())
         except CheckpointError as error:  # its file system has gone since
             return replace(result, path=path, error=str(error))
         return replace(result, path=path, total=total, error=self._tidy(save, path))
 
-    def _tidy(self, save: Save, path: Path) -> str | None:
+    def _tidy(self, save: Save, path: Location) -> str | None:
         """``latest`` and ``keep``; an error here does not make the checkpoint less complete."""
         try:
-            known = KnownFolder(os.stat(path).st_dev, path)
-            with self._changed:
-                self._folders[save.folder] = known
+            known = save.place.known(path)
+            if known is not None:
+                with self._changed:
+                    self._folders[save.folder] = known
             check_lineage(save)
             if save.latest:
-                publish.point_latest(save.folder, save.record.tag)
+                save.place.point_latest(save.record)
             keep = _OWN_KEPT if save.own else self._keep
             if keep:
-                publish.prune(save.folder, self._job, keep, path)
+                save.place.prune(self._job, keep, path)
         except (OSError, CheckpointError) as error:
             return f"complete, but the folder could not be tidied up: {error}"
         return None
 
     def _tell_others(self, save: Save) -> None:
-        """Members that have yet to enter the partial folder learn that it will not be there any more."""
-        told = publish.given_up(save.folder, save.record.job, save.record.save_id)
+        """Members that have yet to enter the save learn that it will not be there any more."""
         try:
-            told.mkdir()
-        except OSError as error:  # no room, say, or no folder at all
+            save.place.give_up(save.record)
+        except (OSError, CheckpointError) as error:  # no room, say, or no folder at all
             logger.warning("other members will wait for checkpoint %s: %s", save.record.tag, error)
             return
         with self._changed:
-            self._given_up.append(told)
+            self._given_up.append(save)
 
     # -- what the running save asks (see writer.Control) ---------------------------------------------------
 
@@ -425,23 +425,22 @@ def _started(work: Callable[[], None]) -> threading.Thread:
     return thread
 
 
-def _completed(save: Save) -> Path | None:
-    """The checkpoint if another member has completed the save already."""
-    path = save.folder / save.record.tag
+def _completed(save: Save) -> Location | None:
+    """The checkpoint if another member has completed the save that has just failed here."""
     try:
-        manifest: Manifest = read_manifest(path)
-    except CheckpointError:
+        return save.place.completed(save.record)
+    except (OSError, CheckpointError) as error:
+        logger.debug("whether checkpoint %s is complete is not known: %s", save.record.tag, error)
         return None
-    return path if manifest.save_id == save.record.save_id else None
 
 
 def _remove_partial(save: Save) -> str | None:
     """Free the space at once; files that cannot be removed now are removed at the next save."""
     try:
         if save.leads:
-            publish.discard(save.partial, save.folder, save.record.job)
-    except OSError as error:
-        return f"its partial folder could not be removed: {error}"
+            save.place.discard(save.record)
+    except (OSError, CheckpointError) as error:
+        return f"its files could not be removed: {error}"
     return None
 
 

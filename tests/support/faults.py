@@ -3,7 +3,8 @@
 A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "evaluating", "healed", "after", "when",
 "pause"}``. ``at`` is the name of an instruction class, with a leading dot that of a method of the engine (``.name``) or
 of one of its parts (``.part.name``), with a leading ``@`` of a place in the thread that writes the checkpoint of that
-step, or with ``~`` of a pass (``~forward``, ``~backward``) in which a layer of :mod:`sliced` is about to communicate.
+step (``@stored-…``: where it goes to a store of objects), or with ``~`` of a pass (``~forward``, ``~backward``) in
+which a layer of :mod:`sliced` is about to communicate.
 The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits from ``step``
 on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread
 also until the worker has written its part of the last checkpoint, which would be lost with it. With ``when`` alone it
@@ -56,6 +57,7 @@ def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> 
     """Strike in a file, before the role's record, before the manifest, before the rename, or before ``latest``."""
     from bamboo_ds.state import publish, writer
     from bamboo_ds.state.checkpoints import MANIFEST
+    from bamboo_ds.state.storage.objects import ObjectStore
 
     def due(tag: str) -> bool:
         if fault.get("healed"):
@@ -77,7 +79,12 @@ def _install_while_writing(engine: Any, fault: dict[str, Any], folder: Path) -> 
     def named(start: str) -> Callable[..., str]:
         return lambda path, _: in_folder(path.parent) if path.name.startswith(start) else ""
 
+    def stored(start: str) -> Callable[..., str]:
+        return lambda _, record, name, text: record.tag if name.startswith(start) else ""
+
     place: Any = {
+        "@stored-part": (ObjectStore, "note", stored(".written-")),
+        "@stored-manifest": (ObjectStore, "note", stored(MANIFEST)),
         "@file": (writer.ChecksummedFile, "_append", lambda file, _: in_folder(Path(file._file.name).parent)),
         "@part": (publish, "write_atomically", named(".written-")),
         "@manifest": (publish, "write_atomically", named(MANIFEST)),

@@ -46,6 +46,7 @@ from bamboo_ds.state.checkpoints import (
     list_checkpoints,
     read_manifest,
 )
+from bamboo_ds.state.shared_folder import SharedFolder
 from bamboo_ds.state.writer import Save, check_lineage
 from bamboo_ds.topology import Plan
 from bamboo_ds.topology.plan import UNSTARTED
@@ -271,7 +272,7 @@ class World:
         manifest = Manifest.model_validate({**fields, **written})
         root = self.folder / FOLDER
         try:
-            save = Save(root, record, plan.owners, leads=True, timeout_s=1.0)
+            save = Save(SharedFolder(root), record, plan.owners, leads=True, timeout_s=1.0)
             if "mark" not in self.off:
                 check_lineage(save)
             folder = publish.open_partial(root, record)

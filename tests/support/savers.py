@@ -15,7 +15,9 @@ import torch
 from bamboo_ds.state import writer
 from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, SaveRecord, hidden
 from bamboo_ds.state.hostcopy import HostCopy
+from bamboo_ds.state.places import CheckpointPlace
 from bamboo_ds.state.saver import CheckpointSaver
+from bamboo_ds.state.shared_folder import SharedFolder
 from bamboo_ds.state.writer import HostFile, Save, SaveResult
 from bamboo_ds.topology import Layout
 
@@ -41,8 +43,9 @@ def files(rank: int, step: int, kib: int = 8) -> list[HostFile]:
 class Member:
     """A saver that notes what it was told."""
 
-    def __init__(self, folder: Path, rank: int, **settings: Any) -> None:
+    def __init__(self, folder: Path, rank: int, place: CheckpointPlace | None = None, **settings: Any) -> None:
         self.folder, self.rank = folder, rank
+        self.place = place or SharedFolder(folder)
         self.complete: list[SaveResult] = []
         self.failed: list[SaveResult] = []
         callbacks = {"on_complete": self.complete.append, "on_failed": self.failed.append}
@@ -62,7 +65,7 @@ class Member:
         name = f"step{step}" if tag is None else tag
         record = SaveRecord(job=self.job, save_id=f"{attempt}-{step}", tag=name, step=step, layout=layout)
         owners = tuple(f"m{rank}" for rank in range(layout.size))
-        return self.saver.begin(Save(self.folder, record, owners, **settings), interrupt)
+        return self.saver.begin(Save(self.place, record, owners, **settings), interrupt)
 
     def save(self, step: int, kib: int = 8, **settings: Any) -> Member:
         self.begin(step, **settings)

@@ -251,6 +251,7 @@ def main() -> None:
     parser.add_argument("--evaluate-every", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--save-until", type=int, default=None, help="no step after this one is saved")
+    parser.add_argument("--checkpoints", type=Path, default=None, help="folder of those that it saves")
     parser.add_argument("--load", default=None)
     parser.add_argument("--tag", default=None, help="of the checkpoint to load; the newest")
     parser.add_argument("--skip", type=int, default=0, help="micro-batches of so many steps are passed over")
@@ -260,6 +261,7 @@ def main() -> None:
     parser.add_argument("--straggler", type=Path, help="names a rank and how many times as long that takes there")
     parser.add_argument("--snapshots", action="store_true", help="dump the state after every step, not only the last")
     arguments = parser.parse_args()
+    arguments.checkpoints = arguments.checkpoints or arguments.out / "checkpoints"
     Device.pause_s, Device.straggler = arguments.pause_s, arguments.straggler
     from sample_scheduler import PROGRESS, SampleScheduler
 
@@ -313,7 +315,7 @@ def main() -> None:
         engine.load_checkpoint(arguments.load, tag=arguments.tag)
     first = 0
     if arguments.resume:
-        path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
+        path, state = engine.load_checkpoint(str(arguments.checkpoints))
         first = state["step"] if path is not None else 0
     if source is not None:
         for _ in range((arguments.skip + first) * config["gradient_accumulation_steps"]):
@@ -338,11 +340,11 @@ def main() -> None:
         last = arguments.save_until or step + 1
         if arguments.save_every and (step + 1) % arguments.save_every == 0 and step + 1 <= last:
             state = {"step": step + 1}
-            folder, tag = arguments.out / "checkpoints", f"step{step + 1}"
+            folder, tag = arguments.checkpoints, f"step{step + 1}"
             engine.save_checkpoint(str(folder), tag=tag, client_state=state)
             present.append((folder / tag).is_dir())
         if arguments.reload_at == step + 1:
-            path, state = engine.load_checkpoint(str(arguments.out / "checkpoints"))
+            path, state = engine.load_checkpoint(str(arguments.checkpoints))
             assert path is not None and state["step"] <= step + 1, (path, state)
     results = {"losses": losses, "evaluations": evaluations, "present": present, "pid": os.getpid()}
     dump(engine, arguments, results)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from ...observe.spans import Kind
+from ...state.checkpoints import inside
 from ...state.intervals import interval_s
 from ...topology import Plan
 from ..context.shared import InContext
@@ -103,7 +104,7 @@ class OwnCheckpoints(InContext):
                 collected = self.saves.collect(request, self._plan, self.binding, self.progress)
             except Exception as error:  # what a script keeps in its stages, and torch.save does not take
                 self._gave_up = True
-                self.saves.give_up(folder / tag, self.progress.steps, error)
+                self.saves.give_up(inside(folder, tag), self.progress.steps, error)
                 return
         if collected:
             self.saves.write()

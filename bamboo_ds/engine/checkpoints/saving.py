@@ -21,11 +21,11 @@ from deepspeed.runtime.checkpoint_engine.torch_checkpoint_engine import TorchChe
 from ...compat import writes_zip_files
 from ...config import CheckpointConfig
 from ...errors import UnsupportedError
-from ...generations import is_over
-from ...state import publish, spares
-from ...state.checkpoints import CheckpointError, SaveRecord, is_own, list_checkpoints, read_manifest
+from ...state.checkpoints import CheckpointError, Location, SaveRecord, inside, is_own, read_manifest
 from ...state.hostcopy import BufferPool, HostCopy
-from ...state.own import newest_of, own_folder
+from ...state.locations import Places
+from ...state.own import newest_of, own_location
+from ...state.places import CheckpointPlace
 from ...state.saver import CheckpointSaver
 from ...state.writer import HostFile, Save, SaveResult
 from ...topology import Plan
@@ -101,7 +101,7 @@ class SaveRequest:
     """A checkpoint that is to be saved.
 
     Attributes:
-        folder, tag: as the script gave them.
+        folder, tag: as the script gave them; of one of the job's own the folder, or the URL, of these.
         latest: whether DeepSpeed's file ``latest`` is to name it.
         save: DeepSpeed's own saving of the role that is bound.
         own: it is one of the job's own.
@@ -126,6 +126,7 @@ class Saves:
         settings: ``bamboo.checkpoint``.
         host: takes the place of the engine's ``checkpoint_engine``.
         history: what the job has done.
+        places: of checkpoints.
 
     Attributes:
         nonce: names this run of the job in the ids of its saves; equal on all members.
@@ -134,12 +135,14 @@ class Saves:
         written_s: seconds that writing the job's own checkpoint has taken that it has completed last.
     """
 
-    def __init__(self, job: Job, settings: CheckpointConfig, host: HostCopyEngine, history: History) -> None:
+    def __init__(
+        self, job: Job, settings: CheckpointConfig, host: HostCopyEngine, history: History, places: Places
+    ) -> None:
         self.nonce = ""
         self.completed = ""
         self.begun, self.written_s = time.monotonic(), 0.0
         self._own_dir = settings.dir
-        self._job, self._host, self._history = job, host, history
+        self._job, self._host, self._history, self._places = job, host, history, places
         self._saver = CheckpointSaver(
             job.channel.job,
             job.channel.member,
@@ -151,7 +154,7 @@ class Saves:
         self._open = self._tentative = False
         self._ahead = 0  # by how much the step of what is written exceeds the job's
         job.find_checkpoint = self._find
-        job.at_end = self._saver.stop
+        job.at_end = self._stop
 
     # -- a save -------------------------------------------------------------------------------------------
 
@@ -195,9 +198,9 @@ class Saves:
             origin=origin,
             generation=generation,
             rate=progress.rate(),
-            script_folder=self._history.place if request.own else None,
+            script_folder=self._history.place if request.own else self._mirrored(request.folder),
         )
-        save = Save(Path(os.path.abspath(request.folder)), record, plan.owners, request.latest, own=request.own)
+        save = Save(self._places.of(request.folder), record, plan.owners, request.latest, own=request.own)
         save.losses, save.history = lambda: self._history.losses(count), lambda: self._history.first(count, *more)
         # Of the job's own none is due while a member writes, so there is nothing to wait for.
         if not self._saver.begin(save, interrupt=None if request.own else self._job.session.check):
@@ -211,6 +214,10 @@ class Saves:
         self._host.trim()
         self._open = True
         return True
+
+    def _mirrored(self, folder: str) -> str | None:
+        """The script's folder, by which hosts know where a checkpoint of its mirror belongs."""
+        return None if self._places.mirror is None else os.path.abspath(folder)
 
     def write(self) -> None:
         """The save takes place: begin to write what was collected."""
@@ -238,7 +245,7 @@ class Saves:
             self._open = False
             self._saver.abort("left out: a member cannot write")
 
-    def give_up(self, path: Path, step: int, error: Exception) -> None:
+    def give_up(self, path: Location, step: int, error: Exception) -> None:
         """A role could not be copied for a checkpoint of the job's own."""
         self._open = False
         self._saver.abort("a role could not be copied")
@@ -273,6 +280,11 @@ class Saves:
         """Wait for what is being written, and end."""
         self._saver.close()
 
+    def _stop(self) -> None:
+        """The process ends."""
+        self._saver.stop()
+        self._places.cache.release()
+
     # -- losses -------------------------------------------------------------------------------------------
 
     def follow(self, plan: Plan) -> None:
@@ -283,20 +295,24 @@ class Saves:
         else:
             self._saver.follow(plan.members)
 
-    def own_folder(self) -> Path | None:
+    def own_folder(self) -> Location | None:
         """Where the job's own checkpoints are; ``None``: it has no place for them yet."""
-        place = self._own_dir or self._history.place
-        return None if place is None else own_folder(place, self._job.channel.job)
+        place = self._own_dir or self._places.mirror or self._history.place
+        return None if place is None else own_location(place, self._job.channel.job)
+
+    def _all(self) -> list[CheckpointPlace]:
+        """Where the script has saved, and where the job's own are."""
+        own = self.own_folder()
+        return [self._places.of(each) for each in (*self._history.save_folders(), *([] if own is None else [own]))]
 
     def _find(self, plan: Plan) -> str | None:
         """The newest complete checkpoint, after a fatal loss: folders tell more than what this member was told."""
         self.follow(plan)
         self._saver.wait(_FATAL_WAIT_S)
-        job, own = self._job.channel.job, self.own_folder()
-        scripts = [Path(folder) for folder in self._history.save_folders()]
-        for folder in scripts:
-            spares.end(folder, job)
-        newest = newest_of([*scripts, *([own] if own is not None else [])], job, plan.origin)
+        job, places = self._job.channel.job, self._all()
+        for place in places:
+            place.end_spare(job)
+        newest = newest_of(places, job, plan.origin)
         return None if newest is None else str(newest[1].path)
 
     def drop_own(self, plan: Plan) -> None:
@@ -306,14 +322,16 @@ class Saves:
             plan: the last one; this member leads.
         """
         own, job = self.own_folder(), self._job.channel.job
-        scripts = [Path(folder) for folder in self._history.save_folders()]
+        if own is None:
+            return
         try:
-            if own is None or not own.is_dir() or is_over(own, plan.lineage):
+            place = self._places.of(own)
+            if not place.exists() or place.is_over(plan.lineage):
                 return
-            newest = newest_of([own, *scripts], job, plan.origin)
+            newest = newest_of(self._all(), job, plan.origin)
             if newest is not None and not newest[1].own:
-                for info in list_checkpoints(own):
-                    publish.discard(info.path, own, job, info.serial)
+                for info in place.checkpoints():
+                    place.remove(info, job)
         except (OSError, CheckpointError) as error:
             logger.warning("the job's own checkpoints in %s were not removed: %s", own, error)
 
@@ -330,7 +348,7 @@ class Saves:
     def _tell_failed(self, result: SaveResult) -> None:
         if result.aborted:
             return  # it is repeated, or the member that leads tells why
-        told = {**self._steps(result), "path": str(result.folder / result.tag), "own": is_own(result.folder)}
+        told = {**self._steps(result), "path": str(inside(result.folder, result.tag)), "own": is_own(result.folder)}
         self._job.channel.event("checkpoint_failed", **told, reason=result.error)
 
     def _steps(self, result: SaveResult) -> dict[str, int]:

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from ...config import BambooConfig, RedundancyMode
+from ...state.locations import Places
 from ...topology import Layout
 from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.groups import RoleGroups
@@ -37,6 +38,7 @@ class EngineContext:
         epoch: plan, lanes and transport.
         progress: how far the job is.
         history: what it has done.
+        places: of checkpoints.
         beats, recording: what the main thread tells of its work.
     """
 
@@ -49,6 +51,7 @@ class EngineContext:
     epoch: CurrentEpoch = field(init=False)
     progress: Progress = field(init=False)
     history: History = field(init=False)
+    places: Places = field(init=False)
     beats: Beats = field(init=False)
     recording: Recording = field(init=False)
 
@@ -56,6 +59,7 @@ class EngineContext:
         self.epoch = CurrentEpoch(self.job, self.layout, self.mode.eager_backward, self.ds.device)
         self.progress = Progress(torch.initial_seed())
         self.history = History(self.layout.slices)
+        self.places = Places(self.settings.checkpoint.mirror)
         self.beats = Beats(self.job.channel.activity, self.progress)
         ring, mode = self.job.channel.spans, self.settings.observe.timeline
         self.recording = Recording(self.ds, self.binding, self.progress, ring, mode)
@@ -97,5 +101,6 @@ class InContext:
     epoch = _Shared[CurrentEpoch]()
     progress = _Shared[Progress]()
     history = _Shared[History]()
+    places = _Shared[Places]()
     beats = _Shared[Beats]()
     recording = _Shared[Recording]()

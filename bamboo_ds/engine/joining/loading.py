@@ -9,19 +9,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from ...addresses import is_url
 from ...errors import ProtocolError
 from ...state import spares
-from ...state.checkpoints import (
-    MANIFEST,
-    MAX_DEPTH,
-    OWN,
-    CheckpointError,
-    folder_of,
-    list_checkpoints,
-    newest_complete,
-    read_manifest,
-)
-from ...state.own import newest_of, own_folder
+from ...state.checkpoints import MAX_DEPTH, OWN, CheckpointError, Location, folder_of, is_own, newest_complete
+from ...state.locations import Places
+from ...state.own import newest_of, own_location
+from ...state.places import CheckpointPlace
 from ...state.publish import put_back, take_over
 from ..checkpoints.kept import keeping_types, load_kept
 from ..context.records import CurrentEpoch
@@ -91,15 +85,16 @@ class Loader(InContext):
         return result
 
 
-def newest_whole(epoch: CurrentEpoch, place: str | None = None) -> tuple[str, str] | None:
-    """Folder and tag of the checkpoint that is whole and contains most, if the job goes on from one; reads all of it.
+def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) -> tuple[str, str] | None:
+    """Where the checkpoint is that is whole and contains most, and its name there, if the job goes on from one.
 
     It is the script's or one of the job's own, and may be an older one than that which members had told of, or a newer
-    one. What was saved by workers that the job goes on without is found, or never gets its name.
+    one. What was saved by workers that the job goes on without is found, or never gets its name. All of it is read.
 
     Args:
         epoch: the first one after the restart.
-        place: ``bamboo.checkpoint.dir``.
+        places: of checkpoints.
+        own: ``bamboo.checkpoint.dir``.
 
     Raises:
         CheckpointError: there is none, or earlier starts cannot be kept from writing there. Training would begin
@@ -109,67 +104,83 @@ def newest_whole(epoch: CurrentEpoch, place: str | None = None) -> tuple[str, st
     told, job = channel.restart_from, channel.job
     if told is None:
         return None
-    problems = [] if Path(told).parent.is_dir() else [f"{Path(told).parent} has vanished"]
-    folders = _folders(told, job, place, problems)
-    for folder in folders:
-        take_over(folder, job, epoch.plan.lineage)
-        spares.settle(folder, job)
-    found = newest_of(folders, job, epoch.plan.origin, checksums=True)
+    gone = not is_url(told) and not Path(told).parent.is_dir()
+    problems = [f"{Path(told).parent} has vanished"] if gone else []
+    candidates = [places.of(each) for each in _locations(told, job, own, places, problems)]
+    candidates = [place for place in candidates if place.exists()]
+    for place in candidates:
+        place.take_over(job, epoch.plan.lineage)
+    found = newest_of(candidates, job, epoch.plan.origin, checksums=True)
     if found is not None:
-        return str(found[0]), found[1].tag
-    problems += [f"none in {folder} is whole" for folder in folders]
+        place, info = found
+        if is_url(info.path):
+            where, _, name = str(info.path).rpartition("/")
+            return where, name
+        return str(place.location), info.tag
+    problems += [f"none in {place.location} is whole" for place in candidates]
     why = "; ".join(dict.fromkeys(problems)) or "all are gone"
     raise CheckpointError(
         f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
-        "system is mounted and readable on all hosts, and start the job again"
+        "system is mounted, or their store reached, and readable on all hosts, and start the job again"
     )
 
 
-def _folders(told: str, job: str, place: str | None, problems: list[str]) -> list[Path]:
-    """Folders of the job's checkpoints, that of ``told`` first: the script's, and that of the job's own.
+def _locations(told: str, job: str, own: str | None, places: Places, problems: list[str]) -> list[Location]:
+    """Where the job's checkpoints may be, that of ``told`` first: the script's, and the job's own.
 
     Args:
         told: a checkpoint.
         job: the job.
-        place: ``bamboo.checkpoint.dir``.
+        own: ``bamboo.checkpoint.dir``.
+        places: of checkpoints.
         problems: what keeps folders from being used is added.
     """
-    own = next((folder for folder in Path(told).parents if folder.parent.name == OWN), None)
-    if own is not None:
-        return [folder for folder in (own, *_script_folders(own, problems)) if folder.is_dir()]
+    if is_url(told):
+        place = told.rpartition("/")[0]
+        scripts = _script_folders(places.of(place), problems)
+        if is_own(place):
+            return [place, *scripts]
+        return [*(scripts or [place]), own_location(own or places.mirror or place, job)]
+    own_of = next((folder for folder in Path(told).parents if folder.parent.name == OWN), None)
+    if own_of is not None:
+        return [own_of, *(_script_folders(places.of(own_of), problems) or [own_of.parents[1]])]
     above = list(Path(told).parents)[:MAX_DEPTH]
     for folder in above:
         try:
             newest = newest_complete(folder, job)
             if newest is None and not (folder.is_dir() and (put_back(folder, job) + spares.settle(folder, job))):
                 continue
-            root = folder if newest is None else folder_of(newest.path)
+            root = folder if newest is None else folder_of(Path(newest.path))
             if root not in above:
                 continue  # another run has saved into a folder beside
         except (CheckpointError, OSError) as error:
             problems.append(str(error))
             continue
-        return [each for each in (root, own_folder(place or root, job)) if each.is_dir()]
-    return [each for each in (own_folder(place or Path(told).parent, job),) if each.is_dir()]
+        return [root, own_location(own or root, job)]
+    return [own_location(own or Path(told).parent, job)]
 
 
-def _script_folders(own: Path, problems: list[str]) -> list[Path]:
+def _script_folders(own: CheckpointPlace, problems: list[str]) -> list[Location]:
     """Where the script saves, as the job's own checkpoints tell, also those of which something is damaged."""
-    found: dict[str, None] = {}
+    found: dict[Location, None] = {}
     try:
-        for info in reversed(list_checkpoints(own) if own.is_dir() else []):
-            if (info.path / MANIFEST).is_file() and (folder := read_manifest(info.path).script_folder) is not None:
-                found[folder] = None
-    except CheckpointError as error:
+        for info in reversed(own.checkpoints()):
+            if info.serial and (folder := own.manifest(info.path).script_folder) is not None:
+                found[Path(folder)] = None
+    except (CheckpointError, OSError) as error:
         problems.append(str(error))
-    return [Path(folder) for folder in found] or [own.parents[1]]
+    return list(found)
 
 
-def silence_earlier_starts(epoch: CurrentEpoch, folder: str) -> None:
+def silence_earlier_starts(epoch: CurrentEpoch, places: Places, folder: str) -> None:
     """Earlier starts of the job publish nothing more in ``folder``, so that all members find the same there.
 
     Where this process cannot write the workers of earlier starts cannot, either.
     """
     plan = epoch.plan
-    if plan.generation and epoch.leads and os.access(folder, os.W_OK, effective_ids=True):
+    if not (plan.generation and epoch.leads):
+        return
+    if places.mirror is not None:
+        places.of(folder).take_over(epoch.channel.job, plan.lineage)
+    elif os.access(folder, os.W_OK, effective_ids=True):
         take_over(Path(folder), epoch.channel.job, plan.lineage)

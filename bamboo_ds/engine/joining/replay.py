@@ -90,12 +90,17 @@ class Replay(InContext):
         rank, done = self.job.channel.rank, len(self.history)
         logger.info("joining as rank %d: the job has done %d operations", rank, done)
 
-    def resume(self, folder: str, tag: str) -> None:
+    def resume(self, location: str, name: str) -> None:
         """The engine is built in a job that goes on from a checkpoint.
 
+        Args:
+            location: a folder, or the URL of a store.
+            name: of the checkpoint there.
+
         Raises:
-            CheckpointError: the checkpoint cannot be read here.
+            CheckpointError, OSError: the checkpoint cannot be read here.
         """
+        folder, tag = self.places.fetched(location, name)
         checkpoint = Path(folder, tag)
         manifest = read_manifest(checkpoint)
         if manifest.history is None:
@@ -108,7 +113,8 @@ class Replay(InContext):
         progress.consumed = manifest.consumed or 0
         progress.steps = self.history.count("train")
         progress.seen = manifest.rate.plus(0.0, 1)
-        logger.warning("going on from checkpoint %s, after step %d", checkpoint, progress.steps)
+        where = f"{location.rstrip('/')}/{name}"
+        logger.warning("going on from checkpoint %s, after step %d", where, progress.steps)
 
     def tell(self) -> str:
         """How far this is, for people; callable from any thread."""
@@ -197,11 +203,16 @@ class Replay(InContext):
                 "the script loads a checkpoint where the job has not come to yet: a worker that joins must run the "
                 "same script with the same arguments"
             )
-        return load(data["tag"]) if data["tag"] is not None else (None, {})
+        if data["tag"] is None:
+            return None, {}
+        self.places.bring(folder, data["tag"])
+        return load(data["tag"])
 
     def _load_saved(self, load: Callable[[str], Any], number: int) -> Any:
         """Load the checkpoint of operation ``number``; ``None``: it is not there any more."""
         save = self.history[number].data
+        if save["save_id"] is not None:
+            self.places.bring(save["folder"], save["tag"], save["save_id"])
         if not is_complete(save):
             return None
         try:
@@ -224,6 +235,7 @@ class Replay(InContext):
         position = self.loader.local_position() if self.position else None
         with self.loader.own_checkpoint():
             result = self.loader.load(*self._checkpoint, position)
+        self.places.cache.release()
         self._enter(ScriptPhase.TOGETHER)
         return result
 

@@ -82,8 +82,11 @@ class Checkpoints(InContext):
         if self.history.save_folders() or self.epoch.plan.generation:
             # It may be the one that is being written, by this start of the job or an earlier one.
             self.saves.wait()
-            silence_earlier_starts(self.epoch, folder)
+            silence_earlier_starts(self.epoch, self.places, folder)
             self.epoch.transport.barrier()
+        if self.places.mirror is not None:
+            tag = self.places.bring(folder, tag)
+            self.epoch.transport.barrier()  # hosts that share the folder have all looked into it
         spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         self.copies.iteration.exchanged.loaded()
