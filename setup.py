@@ -19,7 +19,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.10,<3.14",
     packages=find_packages(include=["bamboo_ds", "bamboo_ds.*"]),
-    package_data={"bamboo_ds": ["py.typed", "cli/data/*.txt", "observe/web/*"]},
+    package_data={"bamboo_ds": ["py.typed", "observe/web/*"]},
     install_requires=[
         "torch>=2.6",
         "deepspeed>=0.16,<0.20",

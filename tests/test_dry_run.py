@@ -77,6 +77,9 @@ if what == "raises":
 arguments = {"config": {"train_batch_size": 8, "bamboo": {}, "bf16": {"enabled": True}}}
 if what == "refused":
     arguments["config"]["sparse_gradients"] = True
+if what == "named":
+    arguments["config"]["optimizer"] = {"type": "Adam"}
+    deepspeed.initialize(model=net, **arguments)
 deepspeed.initialize(model=net, optimizer=torch.optim.SGD(net.parameters(), lr=0.1), **arguments)
 print("goes on")
 """
@@ -122,6 +125,7 @@ def test_problems_and_what_cannot_be_known(tmp_path: Path, monkeypatch: pytest.M
             r"^the script's PipelineModule has 3 stages .* 4 ranks, .*: start it with 3 or 6 \(`-n`",
         ),
         (("refused", "2"), "problem", r'"sparse_gradients": remove it'),
+        (("named", "2"), "problem", r'FusedAdam on processors .* use "torch_adam": true'),
         (
             ("raises", "2"),
             "problem",

@@ -182,7 +182,7 @@ def test_bamboo_logs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--job", "gpt", "--member", "x"], "--member 'x': write a member as"),
         (["--job", "gpt", "--member", "7"], "no member of --member 7 has written"),
         (["--job", "other"], "name it with --logs"),
-        ([], "no job runs here"),
+        ([], "no job runs here; name one that has ended with --job"),
     ):
         error = CliRunner().invoke(cli, ["logs", "--logs", str(tmp_path / "logs"), *arguments]).exception
         assert isinstance(error, ConfigError) and words in str(error)

@@ -491,9 +491,28 @@ def test_a_host_without_a_network_yet_waits_for_it(
 
 
 def test_version_and_help() -> None:
-    for arguments, words in ((["version"], "bamboo_ds"), (["run", "--help"], "fatal loss"), (["-h"], "demo")):
+    for arguments, words in (
+        (["version"], "bamboo_ds"),
+        (["--version"], "bamboo_ds"),
+        (["run", "--help"], "fatal loss"),
+        (["-h"], "demo"),
+    ):
         done = CliRunner().invoke(main.cli, arguments)
         assert done.exit_code == 0 and words in done.output
+
+
+def test_a_command_line_without_a_configuration(capsys: pytest.CaptureFixture[str]) -> None:
+    """Scripts may have it in themselves, so it is no error; it is said before any worker starts."""
+    assert block_of(None, ["train.py", "--steps", "3"]) is None
+    assert "the command line names no configuration (--deepspeed_config FILE)" in capsys.readouterr().err
+
+
+def test_the_list_of_commands_has_whole_sentences() -> None:
+    shown = " ".join(CliRunner().invoke(main.cli, ["--help"]).output.split())
+    for name, command in main.cli.commands.items():
+        told = " ".join((command.help or "").replace("\b", " ").split())
+        sentence = told.partition(". ")[0].rstrip(".")
+        assert f" {name} {sentence}." in shown, name
 
 
 # -- the files of running jobs ------------------------------------------------------------------------

@@ -249,7 +249,8 @@ def test_checkpoints_checks_and_waiting() -> None:
         at(10, events.CheckpointSaved, step=2, path="/c/2", seconds=0.4, bytes=9),
         at(11, events.CheckpointSaved, 2, M1, step=2, path="/c/2", seconds=0.6, bytes=9),
         at(11, events.CheckpointSaved, step=3, path="/c/.bamboo-own/job/3", seconds=0.4, bytes=9, own=True),
-        at(12, events.CheckpointFailed, step=4, path="/c/4", reason="No space left on device"),
+        at(11, events.CheckpointSaved, step=3, global_step=43, path="/c/43", seconds=0.4, bytes=9),
+        at(12, events.CheckpointFailed, step=4, global_step=4, path="/c/4", reason="No space left on device"),
         at(12, events.CheckpointFailed, step=5, path="/c/5", reason="No space left on device", own=True),
         at(13, events.ReplicaMismatch, step=4, role=(0, 1), expected="a", found="b", tensors=[]),
         at(14, events.ExactChecked, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[]),
@@ -260,6 +261,7 @@ def test_checkpoints_checks_and_waiting() -> None:
     ]
     assert lines(*found) == [
         "12:00:10 checkpoint of step 2 saved in 0.40 s: /c/2",
+        "12:00:11 checkpoint of step 3 (43 for DeepSpeed) saved in 0.40 s: /c/43",
         "12:00:12 checkpoint of step 4 failed (No space left on device): /c/4",
         "12:00:12 own checkpoint of step 5 failed (No space left on device): /c/5",
         "12:00:13 the replica of stage 1 differs from its owner's state after step 4",

@@ -184,6 +184,7 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
     from deepspeed.runtime.pipe.module import PipelineModule
 
     from ..config import bamboo_config, load_config
+    from ..engine.replicas.refusals import check_named_optimizer
     from ..errors import BambooError
     from ..supported import check_config, check_schedule, layout_of
 
@@ -193,7 +194,9 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
         config = load_config(source) if source is not None else {}
         check_config(config)
         check_schedule()
-        layout = layout_of(model)
+        layout, block = layout_of(model), bamboo_config(config)
+        if block is not None and optimizer is None:
+            check_named_optimizer(config, block.redundancy.mode.replicas or layout.copies > 1)
     except BambooError as error:
         return Built(problem=str(error))
     parts: Any = model.parts
@@ -217,7 +220,7 @@ def _built(model: Any, optimizer: Any, source: Any) -> Built:
         precision=precision,
         zero=int((config.get("zero_optimization") or {}).get("stage", 0)),
         fp32_gradients=accumulated in (None, "fp32"),
-        block=bamboo_config(config) is not None,
+        block=block is not None,
     )
 
 

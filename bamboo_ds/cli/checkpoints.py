@@ -1,8 +1,10 @@
-"""``bamboo checkpoints``: list the checkpoints in a folder and verify them."""
+"""``bamboo checkpoints``: list the checkpoints in a folder, verify them, and convert them for other stages."""
 
 from __future__ import annotations
 
 import sys
+import time
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,7 +14,7 @@ from rich.table import Table
 
 from ..addresses import check_storage_url, is_url
 from ..errors import ConfigError
-from .output import console
+from .output import Commands, console
 
 if TYPE_CHECKING:
     from ..state.checkpoints import CheckpointInfo
@@ -28,11 +30,27 @@ class FolderOrUrl(click.Path):
         return value if is_url(value) else super().convert(value, param, ctx)
 
 
-@click.command()
+class _Checkpoints(Commands):
+    """Lists, unless its first argument is the name of another command."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        listing = args and args[0] not in {*self.commands, *ctx.help_option_names}
+        return super().parse_args(ctx, ["list", *args] if listing else args)
+
+
+@click.group(cls=_Checkpoints, subcommand_metavar="FOLDER | convert FOLDER --into FOLDER")
+def checkpoints() -> None:
+    """List the checkpoints in a folder and verify them, or convert one for other numbers of stages and pipelines.
+
+    `bamboo checkpoints FOLDER` is short for `bamboo checkpoints list FOLDER`.
+    """
+
+
+@checkpoints.command("list")
 @click.argument("folder", type=FolderOrUrl())
 @click.option("--verify", is_flag=True, help="Read every file and compare its checksum.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
+def list_command(folder: str, verify: bool, as_json: bool) -> None:
     """List the checkpoints in FOLDER (or the one that FOLDER is): complete or not, and why.
 
     FOLDER may be the URL of a store of objects, such as s3://bucket/prefix.
@@ -44,7 +62,7 @@ def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
       complete    as its manifest says (with --verify: every byte of it)
       damaged     files differ from its manifest
       unfinished  a save that is going on or was abandoned; the next save removes it
-      unknown     no manifest: written by stock DeepSpeed
+      unknown     no manifest: written by stock DeepSpeed, or converted
 
     Exit code 1 if a checkpoint is damaged.
     """
@@ -68,6 +86,39 @@ def checkpoints(folder: str, verify: bool, as_json: bool) -> None:
     else:
         console().print(checkpoints_table(folder, found))
     sys.exit(1 if any(info.status is Status.DAMAGED for info in found) else 0)
+
+
+@checkpoints.command()
+@click.argument("folder", type=click.Path(exists=True, file_okay=False))
+@click.option("--tag", help="The checkpoint in FOLDER.  [default: the one that `latest` names, else the newest]")
+@click.option("--into", type=click.Path(file_okay=False), required=True, help="Folder for the universal checkpoint.")
+@click.option("--allow-missing", is_flag=True, help="Convert also if frozen parameters or buffers would not be loaded.")
+def convert(folder: str, tag: str | None, into: str, allow_missing: bool) -> None:
+    """Convert a checkpoint for other numbers of stages and pipelines, by DeepSpeed's universal checkpoints.
+
+    FOLDER is what the script gives to save_checkpoint, or one checkpoint, or the folder of a job's own checkpoints. It
+    stays as it is. The optimizer must be sharded by ZeRO, and be Adam or keep the same state.
+    """
+    from ..state import converting
+    from ..state.checkpoints import CheckpointError
+    from ..state.universal import SETTING
+
+    begin = time.monotonic()
+    try:
+        source = converting.choose(Path(folder), tag)
+        click.echo(f"converting {source.path}", err=True)
+        made = converting.convert(source, Path(into), allow_missing)
+    except (CheckpointError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    if source.status.value == "unknown":
+        click.echo("it has no manifest: whether all of it was written is not known", err=True)
+    if source.own:
+        click.echo("it is one of the job's own: load_checkpoint gives the script no client_state from it", err=True)
+    click.echo(f"{made.path}: from {made.files}, in {time.monotonic() - begin:.1f} s. Load it with this line of the")
+    click.echo(f'DeepSpeed configuration and engine.load_checkpoint("{Path(into)}"):\n')
+    click.echo(f"  {SETTING}\n")
+    click.echo("Start with any numbers of stages and pipelines, and with gradient_accumulation_steps for the same")
+    click.echo("train_batch_size. What the job saves then is loaded without that line.")
 
 
 def checkpoints_table(folder: str, found: list[CheckpointInfo]) -> Table:

@@ -48,6 +48,7 @@ from .options import (
     started,
     variable_option,
 )
+from .output import Commands
 from .plan import plan
 from .plot import plot
 from .profile import profile
@@ -87,7 +88,7 @@ Exit codes:
 _FORMER = {"advise": "bamboo simulate --sweep", "ledger": "bamboo goodput"}
 
 
-class _Commands(click.Group):
+class _Commands(Commands):
     """Tells what has taken the place of a command that is gone."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
@@ -96,7 +97,11 @@ class _Commands(click.Group):
         return super().get_command(ctx, cmd_name)
 
 
+_VERSION = f"bamboo_ds {__version__} (Python {sys.version.split()[0]})"
+
+
 @click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(message=_VERSION)
 def cli() -> None:
     """Preemption-resilient pipeline-parallel training for DeepSpeed."""
     logs.configure()
@@ -323,7 +328,7 @@ def demo(arguments: tuple[str, ...]) -> None:
 @cli.command()
 def version() -> None:
     """Show the version."""
-    click.echo(f"bamboo_ds {__version__} (Python {sys.version.split()[0]})")
+    click.echo(_VERSION)
 
 
 def main() -> None:

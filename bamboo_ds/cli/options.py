@@ -241,6 +241,9 @@ def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | Non
     if path and BLOCK not in loaded:
         what = f'the configuration has no "{BLOCK}" block'
         click.echo(f"bamboo: {what}: unless the script adds one, the loss of a worker ends the job", err=True)
+    elif not path:
+        what = "the command line names no configuration (--deepspeed_config FILE)"
+        click.echo(f"bamboo: {what}: what it starts must give one to deepspeed.initialize", err=True)
     return bamboo_config(loaded)
 
 

@@ -1,14 +1,24 @@
-"""Where commands print tables."""
+"""How commands print tables, and lists of commands."""
 
 from __future__ import annotations
 
 import os
 
+import click
 from rich.console import Console
 from rich.text import Text
 
 #: Columns of what is no terminal: nothing is cut in a file or a pipe.
 _WIDE = 1000
+
+
+class Commands(click.Group):
+    """A group whose help has the whole first sentence of each command."""
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        shown = [(name, self.commands[name].get_short_help_str(limit=1000)) for name in self.list_commands(ctx)]
+        with formatter.section("Commands"):
+            formatter.write_dl(shown)
 
 
 def console() -> Console:

@@ -144,18 +144,27 @@ class JobLocation:
 def locate(name: str | None, store: str | None) -> JobLocation:
     """The job that the options ``--job`` and ``--store`` mean; raises :class:`ConfigError` if there is none."""
     if store is None:
-        file = choose(name)
+        file = choose(name, otherwise="name one that runs elsewhere with --store and --job")
         return JobLocation(file.job, file.store, file.pid)
     if name is None:
         raise ConfigError(f"--store ({ENV_STORE}) needs --job ({ENV_JOB}): an etcd may serve several jobs")
     return JobLocation(name, store)
 
 
-def choose(name: str | None) -> JobFile:
-    """The job ``name``, or the only one that runs; raises :class:`ConfigError` if there is no such thing."""
+def choose(name: str | None, otherwise: str = "") -> JobFile:
+    """The job ``name``, or the only one that runs.
+
+    Args:
+        otherwise: what can be done where none runs.
+
+    Raises:
+        ConfigError: there is no such thing.
+    """
     jobs = [job for job in running() if name in (None, job.job)]
     if len(jobs) == 1:
         return jobs[0]
     if not jobs:
-        raise ConfigError(f"no job {name!r} runs here" if name else "no job runs here")
+        if name:
+            raise ConfigError(f"no job {name!r} runs here")
+        raise ConfigError("no job runs here" + (f"; {otherwise}" if otherwise else ""))
     raise ConfigError(f"several jobs run here, name one with --job: {', '.join(job.job for job in jobs)}")

@@ -149,10 +149,10 @@ class Story:
                     parts.append(f"{names} {holds} (topology.memory_limit_mb)")
                 yield "; ".join(parts) or "members have room for all that they hold, and for replicas"
             case ev.CheckpointSaved() if not event.own:  # those of the job's own come all the time
-                yield f"checkpoint of step {event.step} saved in {duration(event.seconds)}: {event.path}"
+                yield f"checkpoint of {_step(event)} saved in {duration(event.seconds)}: {event.path}"
             case ev.CheckpointFailed():
                 what = "own checkpoint" if event.own else "checkpoint"
-                yield f"{what} of step {event.step} failed ({event.reason}): {event.path}"
+                yield f"{what} of {_step(event)} failed ({event.reason}): {event.path}"
             case ev.ReplicaMismatch():
                 role = self._stages([event.role])
                 yield f"the replica of {role} differs from its owner's state after step {event.step}"
@@ -220,3 +220,9 @@ def _by_heir(moved: Iterable[Moved]) -> Iterable[tuple[str, list[Role]]]:
     for each in moved:
         found.setdefault(each.after, []).append(each.role)
     return found.items()
+
+
+def _step(event: ev.CheckpointSaved | ev.CheckpointFailed) -> str:
+    """The job's step, and DeepSpeed's if the job has begun with a checkpoint, by which its folder may be named."""
+    count = event.global_step
+    return f"step {event.step}" + (f" ({count} for DeepSpeed)" if count not in (None, event.step) else "")

@@ -139,8 +139,9 @@ def commands() -> dict[str, click.Command]:
 
 
 def options_of(command: click.Command) -> list[click.Option]:
-    """The options of a command."""
-    return [each for each in command.params if isinstance(each, click.Option)]
+    """The options of a command, and of the commands that it has itself."""
+    further = command.commands.values() if isinstance(command, click.Group) else ()
+    return [each for part in (command, *further) for each in part.params if isinstance(each, click.Option)]
 
 
 def options_markdown() -> str:

@@ -109,7 +109,7 @@ def with_noise(batches: Any, first: bool) -> Any:
 
 def plain(stages: int) -> argparse.Namespace:
     """What :func:`build` makes a pipeline of that has nothing special."""
-    usual = {"model": "mlp", "dropout": 0.0, "checkpoint_activations": 0, "slices": 0, "stages": stages}
+    usual = {"model": "mlp", "dropout": 0.0, "checkpoint_activations": 0, "slices": 0, "stages": stages, "layers": 0}
     return argparse.Namespace(**usual, **dict.fromkeys(("norm", "cache", "count_passes", "instances"), False))
 
 
@@ -121,7 +121,7 @@ def build(arguments: argparse.Namespace) -> PipelineModule:
         kind = (sliced.ParallelBlock, arguments.dropout, arguments.norm)
         copies = torch.distributed.get_world_size() // (arguments.stages * arguments.slices)
         place = {"topology": PipeModelDataParallelTopology(arguments.stages, arguments.slices, copies)}
-    layers = [LayerSpec(*kind) for _ in range(2 * arguments.stages - 1)]
+    layers = [LayerSpec(*kind) for _ in range((arguments.layers or 2 * arguments.stages) - 1)]
     head = {"tuple": TupleHead, "loss": LossHead}.get(arguments.model)
     layers.append(LayerSpec(head) if head else LayerSpec(nn.Linear, HIDDEN, CLASSES))
     if arguments.instances:
@@ -229,6 +229,7 @@ def make_optimizer(kind: str) -> Any:
 def main() -> None:
     parser = options()
     parser.add_argument("--model", default="mlp", choices=["mlp", "tuple", "loss"])
+    parser.add_argument("--layers", type=int, default=0, help="two for each stage")
     parser.add_argument("--optimizer", default="config")
     parser.add_argument("--hooks", action="store_true", help="of layers, parameters and the optimizer")
     parser.add_argument("--freeze-at", type=int, default=-1, help="no biases are trained from this step on")

@@ -210,6 +210,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--load", type=Path, default=None, help="folder of checkpoints instead of the job's own")
     parser.add_argument("--tag", default=None, help="of the checkpoint to load; the newest")
+    parser.add_argument("--describe", action="store_true", help="for DeepSpeed's converter: what is tied")
+    parser.add_argument("--weights-only", action="store_true", help="load those alone")
     return parser.parse_args()
 
 
@@ -263,7 +265,8 @@ def main() -> None:
     engine, *_ = initialize(arguments, model=model, optimizer=optimizer, lr_scheduler=scheduler)
     engine.set_batch_fn(batch_fn)
     checkpoints = arguments.out / "checkpoints"
-    loaded, state = engine.load_checkpoint(str(arguments.load or checkpoints), tag=arguments.tag)
+    folder, only = str(arguments.load or checkpoints), arguments.weights_only
+    loaded, state = engine.load_checkpoint(folder, tag=arguments.tag, load_module_only=only)
     iteration, consumed_samples = (state["iteration"], state["consumed_samples"]) if loaded else (0, 0)
     ends = mpu.get_pipeline_model_parallel_rank() in (0, mpu.stages - 1)
     size = json.loads(Path(arguments.deepspeed_config).read_text())["train_micro_batch_size_per_gpu"]
@@ -279,6 +282,9 @@ def main() -> None:
                 evaluations.append(float(engine.eval_batch(held_out)))
         if arguments.save_every and iteration % arguments.save_every == 0:
             state = {"iteration": iteration, "consumed_samples": consumed_samples}
+            if arguments.describe:
+                info = {"pipeline_replicated_parameter_patterns": [r"tied_modules\.embed\..*"]}
+                state["universal_checkpoint_info"] = info
             engine.save_checkpoint(str(checkpoints), tag=f"step{iteration}", client_state=state)
     dump(engine, arguments, {"losses": losses, "evaluations": evaluations, "pid": os.getpid()})
 

@@ -17,6 +17,7 @@ from ...state.locations import Places
 from ...state.own import newest_of, own_location
 from ...state.places import CheckpointPlace
 from ...state.publish import put_back, take_over
+from ...state.universal import check_loadable
 from ..checkpoints.kept import keeping_types, load_kept
 from ..context.records import CurrentEpoch
 from ..context.shared import InContext
@@ -60,6 +61,7 @@ class Loader(InContext):
             folder, tag, args, kwargs: as DeepSpeed's.
             position: that of the script's scheduler, if it has taken steps already.
         """
+        check_loadable(folder, tag, self.layout, self.ds.loading(_wants_state(*args, **kwargs)))
         # The local runtime counts for the script even where others own its role.
         local = self.binding.local
         for runtime in [*(r for r in self.binding.owned() if r is not local), local]:
@@ -83,6 +85,18 @@ class Loader(InContext):
         self.copies.copy_state(self.layout.roles)
         self.progress.changed.clear()
         return result
+
+
+def _wants_state(
+    load_module_strict: bool = True,
+    load_optimizer_states: bool = True,
+    load_lr_scheduler_states: bool = True,
+    load_module_only: bool = False,
+    *_: Any,
+    **__: Any,
+) -> bool:
+    """Whether a call of DeepSpeed's ``load_checkpoint`` loads the optimizer's state."""
+    return load_optimizer_states and not load_module_only
 
 
 def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) -> tuple[str, str] | None:

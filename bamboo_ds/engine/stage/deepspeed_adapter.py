@@ -11,6 +11,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, LoadMicroBatch, PipeInstruction
 
 from ... import compat
+from ...state.universal import Loading
 
 _T = TypeVar("_T")
 
@@ -223,6 +224,11 @@ class DeepSpeedAdapter:
         self.engine._save_checkpoint(folder, tag, client_state, exclude_frozen)
         if self.engine.save_zero_checkpoint:
             self.engine._save_zero_checkpoint(folder, tag)
+
+    def loading(self, state: bool) -> Loading:
+        """How checkpoints are loaded; ``state``: with the optimizer's state."""
+        universal, zero = self.engine.load_universal_checkpoint(), self.engine.zero_optimization()
+        return Loading(bool(universal), bool(zero), state)
 
     def load_checkpoint(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
         """DeepSpeed's, for the bound role."""
