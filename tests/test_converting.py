@@ -17,7 +17,7 @@ from click.testing import CliRunner
 from bamboo_ds.cli.main import cli
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.state.checkpoints import MANIFEST, CheckpointError, Status, list_checkpoints
-from bamboo_ds.state.converting import choose, convert, tied, whole
+from bamboo_ds.state.converting import check_layers, choose, convert, tied, whole
 from bamboo_ds.state.own import own_folder
 from bamboo_ds.state.universal import SETTING, Files, Loading, check_loadable
 from bamboo_ds.topology import Layout
@@ -153,6 +153,7 @@ def test_tied_weights_that_stages_have_sharded_differently(tmp_path: Path) -> No
         dimensions = {"pp_degree": 2, "tp_degree": 1}
         content = {"param_shapes": shapes, "checkpoint_parallel_dimensions": dimensions, "module": None}
         torch.save(content, folder / f"mp_rank_{stage:02d}_model_states.pt")
+    torch.save({"weight": weights}, folder / "layer_00-model_states.pt")
     assert tied(folder, Files.in_folder(folder)) == [A]
     assert stocks_way(folder, tmp_path).returncode != 0
     made = convert(choose(tmp_path, "step1"), tmp_path / "mine").path
@@ -290,6 +291,20 @@ def test_of_tied_layers_the_first_stage_has_what_counts(
         assert tied(folder, Files.in_folder(folder)) == [A]
     else:
         assert says in refusal(tmp_path)
+
+
+def test_a_frozen_layer_is_not_taken_for_a_tied_one(tmp_path: Path) -> None:
+    """Its parameter has the same name, and another value."""
+    folder = write(tmp_path / "step1", names=[[A], [A]], layers={0: ["weight"]})
+    (tmp_path / "zero" / A).mkdir(parents=True)
+    torch.save({"param": torch.ones(2)}, tmp_path / "zero" / A / "fp32.pt")
+    files = Files.in_folder(folder)
+    check_layers(folder, files, tmp_path)
+    torch.save({"weight": torch.full((2,), 3.0)}, folder / "layer_01-model_states.pt")
+    files = Files.in_folder(folder)
+    check_layers(folder, files)
+    with pytest.raises(CheckpointError, match=r"^1\.weight of .* are frozen parameters"):
+        check_layers(folder, files, tmp_path)
 
 
 def test_ties_that_leave_the_first_stage_out(tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def convert(source: CheckpointInfo, into: Path, allow_missing: bool = False) -> 
     files = whole(source)
     shared = tied(path, files)
     if not allow_missing:
-        _check_layers(path, files)
+        check_layers(path, files)
     into.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".bamboo-converting-", dir=into) as name:
         work = Path(name)
@@ -92,6 +92,8 @@ def convert(source: CheckpointInfo, into: Path, allow_missing: bool = False) -> 
         _describe(work / "source" / files.stages[0], shared)
         _run(work, path)
         _check_made(work / "made", parameters(path, files))
+        if not allow_missing and files.slices == 1:
+            check_layers(path, files, work / "made")
         publish.make_folders(into, target.relative_to(into).parts[:-1])
         (work / "made").rename(target)
     publish.write_atomically(into / LATEST, tag)
@@ -231,21 +233,32 @@ def _check_optimizer(file: Path, state: dict[str, Any]) -> None:
         )
 
 
-def _check_layers(path: Path, files: Files) -> None:
-    """Refuse a checkpoint of which something would be left out: DeepSpeed loads what the optimizer holds."""
-    known = parameters(path, files)
-    endings = {name.split(".", 2)[2] for name in known if name.startswith("tied_modules.")}
-    lost = [
-        f"{number}.{key}"
-        for number, (name, *_) in files.layers.items()
-        for key in _load(path / name)
-        if f"{number}.{key}" not in known and key not in endings
-    ]
+def check_layers(path: Path, files: Files, made: Path | None = None) -> None:
+    """Refuse a checkpoint of which something would be left out: DeepSpeed loads what the optimizer holds.
+
+    Args:
+        made: what the converter has made. Files of layers do not tell which layers are tied: without it all are taken
+            for tied whose tensors have such names, with it only those whose tensors are the same.
+    """
+    known, lost = parameters(path, files), []
+    ties = [name for name in sorted(known) if name.startswith("tied_modules.")]
+    for number, (file, *_) in files.layers.items():
+        for key, tensor in _load(path / file).items():
+            if f"{number}.{key}" in known:
+                continue
+            named = [name for name in ties if name.split(".", 2)[2] == key]
+            if not any(made is None or _is_made_of(made / "zero" / name / "fp32.pt", tensor) for name in named):
+                lost.append(f"{number}.{key}")
     if lost:
         raise CheckpointError(
             f"{_some(lost)} of {path} are frozen parameters or buffers, which DeepSpeed does not load from universal "
             "checkpoints. If the script gives them the same values again by itself, convert with --allow-missing"
         )
+
+
+def _is_made_of(file: Path, tensor: torch.Tensor) -> bool:
+    """Whether the fp32 parameter in ``file`` is ``tensor`` in the precision of that."""
+    return torch.equal(_load(file)["param"].to(tensor.dtype), tensor)
 
 
 def _link(path: Path, files: Files, folder: Path) -> None:
