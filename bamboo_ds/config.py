@@ -300,7 +300,7 @@ class ObserveConfig(ConfigPart):
         return value
 
 
-SourceName = Literal["aws", "gcp", "azure", "file", "http"]
+SourceName = Literal["aws", "gcp", "azure", "file", "http", "nvml"]
 SOURCE_NAMES: tuple[str, ...] = get_args(SourceName)
 
 
@@ -309,7 +309,8 @@ class NoticesConfig(ConfigPart):
 
     sources: tuple[SourceName, ...] = Field(
         (),
-        description=f"who says that a node is about to vanish: any of {', '.join(f'`{x}`' for x in SOURCE_NAMES)}",
+        description="who says that a node is about to vanish, or that its device fails: any of "
+        + ", ".join(f"`{name}`" for name in SOURCE_NAMES),
     )
     poll_s: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds between two questions to a source")
     file: str | None = Field(

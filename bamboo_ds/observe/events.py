@@ -80,15 +80,16 @@ class NoticeReceived(EventBase):
     """A member has heard that its node is about to vanish, or was asked to leave."""
 
     event: Literal["notice"] = "notice"
-    kind: Literal["preempt", "rebalance", "maintenance", "leave"] = Field(
+    kind: Literal["preempt", "rebalance", "maintenance", "device", "leave"] = Field(
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
-        "serviced, the member is asked to leave"
+        "serviced, the member's device fails, the member is asked to leave"
     )
     source: str = Field(description=f"origin of the notice: {', '.join(f'`{name}`' for name in NOTICE_ORIGINS)}")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
     detail: str = Field(description="text of the source")
     leaves: bool = Field(
-        description="whether the member leaves for it; false where the node only may vanish, or pauses"
+        description="whether the member leaves for it; false where the node only may vanish, or pauses, or "
+        "the device goes on"
     )
 
 
