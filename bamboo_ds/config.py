@@ -71,12 +71,14 @@ class RedundancyConfig(ConfigPart):
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
     )
-    on_mismatch: Literal["stop", "warn"] = Field(
+    on_mismatch: Literal["stop", "warn", "evict"] = Field(
         "stop",
         description="what follows when a replica differs although it was copied again after the check before: `stop` "
-        "ends the job; `warn`: the stage stays without replica until the plan changes. And when owner and shadow of a "
-        "stage are lost whose layers keep running statistics or the like, of which another pipeline has other ones: "
-        "`stop`: that is a fatal loss; `warn`: the stage goes on with those",
+        "ends the job; `warn`: the stage stays without replica until the plan changes; `evict`: like `stop`, but with "
+        "several pipelines and without ZeRO the copies of all of them are compared, and a member is [lost]"
+        "(../guides/exactness.md#a-member-with-wrong-state) whose copy differs from most others. And when owner and "
+        "shadow of a stage are lost whose layers keep running statistics or the like, of which another pipeline has "
+        "other ones: `stop` and `evict`: that is a fatal loss; `warn`: the stage goes on with those",
     )
     check_exact: int | None = Field(
         None,
@@ -85,6 +87,11 @@ class RedundancyConfig(ConfigPart):
         "shadow computes, and the replicas, bit for bit; 0: never; `null`: 3, and 0 "
         "without replicas; see [Checking exactness](../guides/exactness.md)",
     )
+
+    @property
+    def bears(self) -> bool:
+        """Whether a difference ends nothing."""
+        return self.on_mismatch == "warn"
 
     @property
     def parks(self) -> bool:
