@@ -9,6 +9,7 @@ ROOT = Path(__file__).parent
 VERSION = re.search(r'__version__ = "([^"]+)"', (ROOT / "bamboo_ds" / "version.py").read_text())
 assert VERSION is not None
 SIMULATE = ["simpy>=4.1"]
+NVML = ["nvidia-ml-py>=12.535"]
 
 setup(
     name="bamboo_ds",
@@ -42,6 +43,7 @@ setup(
         "benchmarks": ["matplotlib>=3.8", *SIMULATE],
         "simulate": SIMULATE,
         "storage": ["fsspec>=2024.6", "s3fs>=2024.6", "gcsfs>=2024.6", "adlfs>=2024.7"],  # checkpoints in object stores
+        "nvml": NVML,
         "browser": ["selenium>=4.20", "pillow>=10"],  # of the page's tests
         "dev": [
             "pyyaml>=6",
@@ -58,6 +60,7 @@ setup(
             "types-psutil",
             "moto[server]>=5",
             "s3fs>=2024.6",
+            *NVML,  # with whose functions those of the tests are compared
         ],
     },
     entry_points={

@@ -71,12 +71,14 @@ class RedundancyConfig(ConfigPart):
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
     )
-    on_mismatch: Literal["stop", "warn"] = Field(
+    on_mismatch: Literal["stop", "warn", "evict"] = Field(
         "stop",
         description="what follows when a replica differs although it was copied again after the check before: `stop` "
-        "ends the job; `warn`: the stage stays without replica until the plan changes. And when owner and shadow of a "
-        "stage are lost whose layers keep running statistics or the like, of which another pipeline has other ones: "
-        "`stop`: that is a fatal loss; `warn`: the stage goes on with those",
+        "ends the job; `warn`: the stage stays without replica until the plan changes; `evict`: like `stop`, but with "
+        "several pipelines and without ZeRO the copies of all of them are compared, and a member is [lost]"
+        "(../guides/exactness.md#a-member-with-wrong-state) whose copy differs from most others. And when owner and "
+        "shadow of a stage are lost whose layers keep running statistics or the like, of which another pipeline has "
+        "other ones: `stop` and `evict`: that is a fatal loss; `warn`: the stage goes on with those",
     )
     check_exact: int | None = Field(
         None,
@@ -85,6 +87,11 @@ class RedundancyConfig(ConfigPart):
         "shadow computes, and the replicas, bit for bit; 0: never; `null`: 3, and 0 "
         "without replicas; see [Checking exactness](../guides/exactness.md)",
     )
+
+    @property
+    def bears(self) -> bool:
+        """Whether a difference ends nothing."""
+        return self.on_mismatch == "warn"
 
     @property
     def parks(self) -> bool:
@@ -300,7 +307,7 @@ class ObserveConfig(ConfigPart):
         return value
 
 
-SourceName = Literal["aws", "gcp", "azure", "file", "http"]
+SourceName = Literal["aws", "gcp", "azure", "file", "http", "nvml"]
 SOURCE_NAMES: tuple[str, ...] = get_args(SourceName)
 
 
@@ -309,7 +316,8 @@ class NoticesConfig(ConfigPart):
 
     sources: tuple[SourceName, ...] = Field(
         (),
-        description=f"who says that a node is about to vanish: any of {', '.join(f'`{x}`' for x in SOURCE_NAMES)}",
+        description="who says that a node is about to vanish, or that its device fails: any of "
+        + ", ".join(f"`{name}`" for name in SOURCE_NAMES),
     )
     poll_s: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds between two questions to a source")
     file: str | None = Field(

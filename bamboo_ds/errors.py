@@ -23,6 +23,8 @@ EXIT_LEFT = 88
 EXIT_OVER = 89
 #: Exit code of a worker whose device has failed (see :mod:`.devices.errors`).
 EXIT_DEVICE = 90
+#: Exit code of a worker that holds wrong state (see :class:`Corrupt`).
+EXIT_CORRUPT = 91
 #: Of a job that a user has ended, by a command or on its page: as if by SIGTERM.
 EXIT_STOPPED = 143
 
@@ -103,6 +105,42 @@ class ReplicaDiffers(BambooError, RuntimeError):
             "script changes on one stage only; or the memory of one of the two hosts fails. Keep such things in the "
             'optimizer\'s state or in buffers, or set "bamboo.redundancy.on_mismatch" to "warn" to train on without '
             "this replica"
+        )
+
+
+class Corrupt(BambooError, RuntimeError):
+    """This member's copy of a stage is wrong: most copies of it are equal, and this one differs. Others take over.
+
+    Attributes:
+        copies: what is wrong: ``owner`` or ``replica``, pipeline and stage.
+        tensors: names of what differs, as far as they are known.
+    """
+
+    def __init__(self, copies: Sequence[tuple[str, int, int]], tensors: Sequence[str], step: int) -> None:
+        self.copies, self.tensors = tuple(copies), tuple(tensors)
+        held = ", ".join(f"{name} of stage {stage} of pipeline {pipeline}" for name, pipeline, stage in self.copies)
+        shown = ", ".join(self.tensors[:10]) or "unknown tensors"
+        super().__init__(
+            f"this member ({held}) has another state than most copies of the same stage after step {step}: {shown}. "
+            "Its memory, or its device's, may fail: it is lost from here on, and others take over its stages "
+            '("bamboo.redundancy.on_mismatch": "evict")'
+        )
+
+
+class CopiesDiffer(BambooError, RuntimeError):
+    """The copies of a stage in several pipelines differ, and no state is that of most of them.
+
+    Attributes:
+        roles: pipelines and stages.
+    """
+
+    def __init__(self, roles: Sequence[tuple[int, int]]) -> None:
+        self.roles = tuple(roles)
+        where = ", ".join(f"stage {stage} of pipeline {pipeline}" for pipeline, stage in self.roles)
+        super().__init__(
+            f"the copies of the same stage differ, and it cannot be told which of them is right: {where}. Either the "
+            "script changes pipelines in different ways, or memory has failed where owner and replica have it alike. "
+            'Go on from a checkpoint; "bamboo.redundancy.on_mismatch": "stop" does not compare pipelines'
         )
 
 

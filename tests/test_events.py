@@ -73,6 +73,9 @@ SAMPLES: list[events.Event] = [
     events.IteratorsDiffer(**COMMON, step=0, call="train_batch"),
     events.ReplicaVerified(**COMMON, step=7, role=(0, 1), checksum="ab"),
     events.ReplicaMismatch(**COMMON, step=7, role=(0, 1), expected="ab", found="cd", tensors=["parameter 0.weight"]),
+    events.MemberCorrupt(
+        **COMMON, step=7, member_id="m1", role=(0, 1), copy_of="owner", tensors=["parameter 0.weight"]
+    ),
     events.ExactMismatch(**COMMON, step=2, role=(0, 1), found="replica", tensors=["counter global_steps (3 and 2)"]),
     events.ExactChecked(**COMMON, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[(0, 3)]),
     events.RedundancyExhausted(**COMMON, step=7, role=(0, 1), dropped=2, reason="out of memory"),

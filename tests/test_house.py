@@ -62,12 +62,12 @@ def test_the_engine_s_classes_are_given_few_things() -> None:
             "from bamboo_ds.config import NoticesConfig\n"
             "from bamboo_ds.control.loop import AgentLoop\n"
             "from bamboo_ds.control.notices import NoticeWatcher, build_sources\n"
-            "sources = ['aws', 'gcp', 'azure', 'file', 'http']\n"
-            "assert len(build_sources(NoticesConfig(sources=sources, file='/f', url='http://h/'), {})) == 5\n"
+            "sources = ['aws', 'gcp', 'azure', 'file', 'http', 'nvml']\n"
+            "assert len(build_sources(NoticesConfig(sources=sources, file='/f', url='http://h/'), {})) == 6\n"
             "watcher = NoticeWatcher([], print, AgentLoop())\n"
             "watcher.start()\n"
             "watcher.stop()",
-            "torch aiohttp",
+            "torch aiohttp pynvml",
         ),
     ],
     ids=["the package", "a worker's channel", "the web server", "notices without a source"],

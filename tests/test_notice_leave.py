@@ -32,8 +32,8 @@ from bamboo_ds.errors import EXIT_LEFT
 from bamboo_ds.topology import Candidate, Layout
 from bamboo_ds.topology.planner import initial_plan, with_redundancy
 
-from .support.compare import assert_computed, assert_read
-from .support.jobs import Reference, Result, RunningJob, slow_until, write_config
+from .support.compare import assert_left
+from .support.jobs import Reference, RunningJob, slow_until, write_config
 from .support.metadata_servers import AwsMetadata, AzureMetadata, Handler
 from .support.records import left, member, mirror
 from .support.settings import deciding
@@ -577,25 +577,6 @@ def block(folder: Path, *sources: str) -> dict[str, Any]:
     if "file" in sources:
         notices["file"] = str(folder / "notice-{slot}")
     return {"notices": notices, "redundancy": {"verify_every": 2}}
-
-
-def assert_left(result: Result, reference: Result, left: set[int], joined: int = 0) -> None:
-    """``left`` have left; nothing was lost or done twice; all results are those of the undisturbed run."""
-    tail = result.output[-5000:]
-    assert result.exit_code == 0, tail
-    plain, ranks = reference.ranks()[0], result.ranks()
-    assert set(ranks) == set(reference.ranks()) - left, tail
-    assert len(result.joined()) == joined, tail
-    assert_computed(result, reference)
-    assert_read(result, reference, left)
-    for dump in [*ranks.values(), *result.joined()]:
-        assert dump["losses"] == plain["losses"], "it has not begun with the first step"
-    # In the file those of two agents that tell of steps one after the other may be in another order.
-    assert sorted(event["step"] for event in result.events("step")) == list(range(1, len(plain["losses"]) + 1))
-    for kind in ("recovered", "member_lost", "replica_mismatch", "fatal", "checkpoint_failed"):
-        assert not result.events(kind), tail
-    assert result.events("reconfigured")
-    assert "Traceback" not in result.output
 
 
 def seconds_between(notice: dict[str, Any], left: dict[str, Any]) -> float:

@@ -22,7 +22,7 @@ from bamboo_ds.control.registry.access import open_store, put_once
 from bamboo_ds.control.registry.keys import Keys
 from bamboo_ds.control.registry.records import StopRecord
 from bamboo_ds.control.settings import MemberOptions
-from bamboo_ds.errors import EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
+from bamboo_ds.errors import EXIT_CORRUPT, EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT, EXIT_OVER
 from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.secret import JobSecret
 
@@ -255,7 +255,7 @@ def test_unit() -> None:
     options = cli.commands["join"].make_context("join", arguments).params
     assert unit.one("KillMode") == "mixed"
     assert float(unit.one("TimeoutStopSec")) > options["grace_s"] + 10
-    assert unit.one("RestartPreventExitStatus") == f"{EXIT_USAGE} {EXIT_LEFT} {EXIT_OVER}"
+    assert unit.one("RestartPreventExitStatus") == f"{EXIT_USAGE} {EXIT_LEFT} {EXIT_OVER} {EXIT_CORRUPT}"
     assert unit.one("SuccessExitStatus") == str(EXIT_LEFT)
     zone = unit.settings["Service"]["EnvironmentFile"][1].removeprefix("-").replace("%i", "0")
     assert zone in " ".join(unit.command("ExecStartPre", "0", {}))

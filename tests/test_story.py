@@ -253,6 +253,15 @@ def test_checkpoints_checks_and_waiting() -> None:
         at(12, events.CheckpointFailed, step=4, global_step=4, path="/c/4", reason="No space left on device"),
         at(12, events.CheckpointFailed, step=5, path="/c/5", reason="No space left on device", own=True),
         at(13, events.ReplicaMismatch, step=4, role=(0, 1), expected="a", found="b", tensors=[]),
+        at(
+            13,
+            events.MemberCorrupt,
+            step=4,
+            member_id=M1,
+            role=(0, 1),
+            copy_of="replica",
+            tensors=["parameter 0.weight"],
+        ),
         at(14, events.ExactChecked, step=3, steps=3, stages=4, tensors=618, not_rehearsed=[]),
         at(15, events.ExactMismatch, step=2, role=(0, 1), found="replica", tensors=["counter x (3 and 2)"]),
         at(16, events.MembersAwaited, members=[M1], seconds=120),
@@ -265,6 +274,7 @@ def test_checkpoints_checks_and_waiting() -> None:
         "12:00:12 checkpoint of step 4 failed (No space left on device): /c/4",
         "12:00:12 own checkpoint of step 5 failed (No space left on device): /c/5",
         "12:00:13 the replica of stage 1 differs from its owner's state after step 4",
+        "12:00:13 m1 has a wrong copy (replica) of stage 1: parameter 0.weight",
         "12:00:15 exactness check: the replica of stage 1 differs: counter x (3 and 2)",
         "12:00:16 all others wait for m1, for 120 s so far",
         "12:00:17 no member has room for a replica of stages 1 and 2; "

@@ -63,7 +63,8 @@ class MemberOptions:
 
     def check_notices(self) -> None:
         """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
-        build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"})
+        for source in build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"}):
+            source.check()
 
     def record(self, world_size: int, pipelines: int | None = None, starters: int | None = None) -> JobRecord:
         """What etcd keeps of a job that begins now; the arguments are fields of the record."""

@@ -80,16 +80,14 @@ class NoticeReceived(EventBase):
     """A member has heard that its node is about to vanish, or was asked to leave."""
 
     event: Literal["notice"] = "notice"
-    kind: Literal["preempt", "rebalance", "maintenance", "leave"] = Field(
+    kind: Literal["preempt", "rebalance", "maintenance", "device", "leave"] = Field(
         description="what is announced: the cloud takes the node away, it has become likely that it will, the host is "
-        "serviced, the member is asked to leave"
+        "serviced, the member's device fails, the member is asked to leave"
     )
     source: str = Field(description=f"origin of the notice: {', '.join(f'`{name}`' for name in NOTICE_ORIGINS)}")
     deadline_seconds: float | None = Field(ge=0, description="until the node vanishes; null where unknown")
     detail: str = Field(description="text of the source")
-    leaves: bool = Field(
-        description="whether the member leaves for it; false where the node only may vanish, or pauses"
-    )
+    leaves: bool = Field(description="whether the member leaves for it; false where the node, or its device, goes on")
 
 
 class MemberLeft(EventBase):
@@ -288,9 +286,7 @@ class RedundancyExhausted(EventBase):
     step: int = Field(ge=0, description="steps committed so far")
     global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role whose pass it was, [pipeline, stage]")
-    dropped: int = Field(
-        ge=0, description="redundant forward passes of the role that were dropped to free their memory"
-    )
+    dropped: int = Field(ge=0, description="redundant forward passes of the role that were dropped for their memory")
     reason: str = Field(description="the allocator's message, or that nothing is free")
 
 
@@ -314,6 +310,18 @@ class ReplicaMismatch(EventBase):
     expected: str = Field(description="the owner's checksum")
     found: str = Field(description="the replica's checksum")
     tensors: list[str] = Field(description="what differs; none at the first time, when only one checksum is compared")
+
+
+class MemberCorrupt(EventBase):
+    """A member's copy of a stage differs from most copies of it (`redundancy.on_mismatch`: `evict`). It is lost."""
+
+    event: Literal["member_corrupt"] = "member_corrupt"
+    step: int = Field(ge=0, description="last step contained in the copies")
+    global_step: int | None = GLOBAL_STEP
+    member_id: str = Field(description="the member that holds the copy")
+    role: Role = Field(description="the role, [pipeline, stage]")
+    copy_of: Literal["owner", "replica"] = Field(description="whose copy it is")
+    tensors: list[str] = Field(description="what differs between owner and replica; none where that is not known")
 
 
 class ExactMismatch(EventBase):
@@ -409,6 +417,7 @@ Event = (
     | RedundancyExhausted
     | ReplicaVerified
     | ReplicaMismatch
+    | MemberCorrupt
     | ExactMismatch
     | ExactChecked
     | CheckpointSaved

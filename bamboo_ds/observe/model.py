@@ -178,6 +178,8 @@ class JobModel:
             case ev.MemberLeft():
                 self._counts["left"] += 1
                 self._depart(event.member_id, f"left ({event.reason}, {event.detail})")
+            case ev.MemberCorrupt():
+                self._counts["corrupt"] += 1
             case ev.MemberFailed():
                 self.failures.setdefault(event.exit_code, event)
             case ev.NoticeReceived():
@@ -324,6 +326,8 @@ def _happening(event: ev.Event) -> tuple[object, ...] | None:
             return event.event, event.path, event.step
         case ev.ReplicaMismatch():
             return event.event, event.role, event.step
+        case ev.MemberCorrupt():
+            return event.event, event.member_id, event.role, event.copy_of
         case ev.ExactMismatch():
             return event.event, event.role, event.found
         case ev.MemoryShort() | ev.Fatal():

@@ -156,6 +156,9 @@ class Story:
             case ev.ReplicaMismatch():
                 role = self._stages([event.role])
                 yield f"the replica of {role} differs from its owner's state after step {event.step}"
+            case ev.MemberCorrupt():
+                role, which = self._stages([event.role]), ", ".join(event.tensors[:3]) or "unknown tensors"
+                yield f"{name(event.member_id)} has a wrong copy ({event.copy_of}) of {role}: {which}"
             case ev.ExactMismatch():
                 role = self._stages([event.role])
                 yield f"exactness check: the {event.found} of {role} differs: {event.tensors[0]}"

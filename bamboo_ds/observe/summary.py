@@ -31,6 +31,8 @@ def summary(job: JobModel) -> list[str]:
         longest, total = duration(job.losses.longest_pause), duration(totals.pause_seconds)
         redone = counted(totals.passes_redone, "pass", "passes")
         losses += f"; longest pause {longest}, all pauses {total}; {redone} done again"
+    if totals.corrupt:
+        losses += f"; {counted(totals.corrupt, 'wrong copy', 'wrong copies')} of stages"
     came = f"joined: {totals.joined}; left: {totals.left}"
     return [
         f"{ended}; newest step: {step.step if step is not None else 'none'}",

@@ -132,7 +132,13 @@ class _Trace:
                 self._instant(f"{event.member_id} {what}", now, event.member_id)
             case ev.RunStarted() | ev.RunFinished() | ev.Fatal() | ev.Restart() | ev.NoticeReceived():
                 self._instant(event.event.replace("_", " "), now)
-            case ev.CheckpointFailed() | ev.ReplicaMismatch() | ev.ExactMismatch() | ev.MembersAwaited():
+            case (
+                ev.CheckpointFailed()
+                | ev.ReplicaMismatch()
+                | ev.MemberCorrupt()
+                | ev.ExactMismatch()
+                | ev.MembersAwaited()
+            ):
                 self._instant(event.event.replace("_", " "), now)
 
     def spans(self, timeline: Timeline) -> None:

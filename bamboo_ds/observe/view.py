@@ -237,6 +237,7 @@ class Totals(_Part):
     notices_by_source: dict[str, int] = {}
     joined: int = Field(0, description="members that came after the first plan")
     left: int = 0
+    corrupt: int = Field(0, description="wrong copies of stages that members were lost for")
     restarts: int = 0
     takeovers: int = Field(0, description="roles taken over after losses")
     pause_seconds: float = Field(0.0, description="of all losses; of each the longest of any survivor")

@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices.errors import is_device_error
 from ..errors import (
+    EXIT_CORRUPT,
     EXIT_DEVICE,
     EXIT_EVICTED,
     EXIT_FATAL_LOSS,
     EXIT_LEFT,
     AbortFailed,
+    Corrupt,
     EpochChanged,
     Evicted,
     FatalLoss,
@@ -160,6 +162,8 @@ def exit_code_of(error: BaseException | None) -> int | None:
         # A loss that has hit what cannot be repeated, too: building the engine, loading, the script's sends.
         if isinstance(error, (FatalLoss, FurtherEngineLost, EpochChanged)):
             return EXIT_FATAL_LOSS
+        if isinstance(error, Corrupt):
+            return EXIT_CORRUPT
         if is_device_error(error):
             return EXIT_DEVICE
         error = error.__cause__ or error.__context__

@@ -57,6 +57,25 @@ def assert_read(result: Result, reference: Result, lost: Collection[int]) -> Non
         assert mine == (indices[: len(mine)] if rank in lost else indices), f"rank {rank} read other samples"
 
 
+def assert_left(result: Result, reference: Result, left: set[int], joined: int = 0) -> None:
+    """``left`` have left; nothing was lost or done twice; all results are those of the undisturbed run."""
+    tail = result.output[-5000:]
+    assert result.exit_code == 0, tail
+    plain, ranks = reference.ranks()[0], result.ranks()
+    assert set(ranks) == set(reference.ranks()) - left, tail
+    assert len(result.joined()) == joined, tail
+    assert_computed(result, reference)
+    assert_read(result, reference, left)
+    for dump in [*ranks.values(), *result.joined()]:
+        assert dump["losses"] == plain["losses"], "it has not begun with the first step"
+    # In the file those of two agents that tell of steps one after the other may be in another order.
+    assert sorted(event["step"] for event in result.events("step")) == list(range(1, len(plain["losses"]) + 1))
+    for kind in ("recovered", "member_lost", "replica_mismatch", "fatal", "checkpoint_failed"):
+        assert not result.events(kind), tail
+    assert result.events("reconfigured")
+    assert "Traceback" not in result.output
+
+
 def assert_equal(result: Result, reference: Result, faults: list[dict[str, Any]]) -> None:
     """The job had exactly these faults, survived them, and computed from its first step what ``reference`` computed."""
     tail = result.output[-4000:]

@@ -5,7 +5,9 @@ A fault is JSON: ``{"rank", "step", "at", "micro_batch", "signal", "stage", "eva
 of one of its parts (``.part.name``), with a leading ``@`` of a place in the thread that writes the checkpoint of that
 step (``@stored-…``: where it goes to a store of objects), or with ``~`` of a pass (``~forward``, ``~backward``) in
 which a layer of :mod:`sliced` is about to communicate.
-The signal ``device`` is an error of the worker's device, which is raised there. With ``healed`` it waits from ``step``
+The signal ``device`` is an error of the worker's device, which is raised there; ``flip`` goes on with one bit inverted
+in a tensor of the ``copy`` (``owner``, ``replica``) of a role that this worker holds, the first one whose name contains
+``tensor``. With ``healed`` it waits from ``step``
 on until every stage has a shadow, the plan has lost the slot ``after`` and the file ``when`` exists; in the main thread
 also until the worker has written its part of the last checkpoint, which would be lost with it. With ``when`` alone it
 waits from ``step`` on for that file. With ``pause`` it first waits so many seconds, in which the others come to where
@@ -123,6 +125,15 @@ def in_turn(*faults: dict[str, Any]) -> list[dict[str, Any]]:
     return list(faults)
 
 
+def flip(engine: Any, fault: dict[str, Any]) -> str:
+    """Invert one bit; returns the role and the tensor's name."""
+    runtimes = engine._parts.binding.runtimes.values()
+    runtime = next(each for each in runtimes if each.owned is (fault["copy"] == "owner"))
+    name, tensor = next((n, t) for n, t in runtime.named_tensors() if fault["tensor"] in n)
+    tensor.detach().view(-1)[:1].view(torch.int32).bitwise_xor_(1 << 20)
+    return f"{runtime.role} {name}"
+
+
 def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
     """Leave the mark, with ``note`` in it, and die (or stop)."""
     time.sleep(fault.get("pause", 0))
@@ -130,6 +141,8 @@ def strike(fault: dict[str, Any], folder: Path, note: str = "") -> None:
         file.write(note)
         file.flush()
         os.fsync(file.fileno())
+    if fault.get("signal") == "flip":
+        return
     if fault.get("signal") == "device":
         raise _of_device("CUDA error: uncorrectable ECC error encountered")
     if fault.get("signal") == "hang":
@@ -166,7 +179,7 @@ def _wrapped(engine: Any, handler: Callable[..., Any], fault: dict[str, Any], fo
             and bool(fault.get("evaluating")) == engine._parts.progress.evaluating
         )
         if here and not (folder / mark(fault)).exists():
-            strike(fault, folder)
+            strike(fault, folder, flip(engine, fault) if fault.get("signal") == "flip" else "")
         return handler(owner, *args, **kwargs)
 
     return run

@@ -387,6 +387,7 @@ def _import(modules: Sequence[str]) -> str:
     for module in modules:
         with contextlib.suppress(ModuleNotFoundError):  # in another version
             importlib.import_module(module)
+    sys.modules.pop("pynvml", None)  # torch imports it where it is; a process may have a stand-in in its path
     gc.enable()
     gc.freeze()
     for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]

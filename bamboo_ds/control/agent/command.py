@@ -83,6 +83,15 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
     return number % count if count else number
 
 
+def device_of(settings: AgentSettings, environ: Mapping[str, str]) -> str:
+    """Which of the host's GPUs is the worker's by its ``LOCAL_RANK``: its index, or its name in
+    ``CUDA_VISIBLE_DEVICES``.
+    """
+    number = local_rank(settings, environ)
+    visible = [each.strip() for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
+    return visible[number % len(visible)] if visible else str(number)
+
+
 def as_local_rank(command: Sequence[str], rank: int | str) -> tuple[str, ...]:
     """``command`` with ``rank`` in its option for local ranks, if it has one: DeepSpeed refuses another one than
     ``LOCAL_RANK``.

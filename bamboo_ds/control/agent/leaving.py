@@ -14,6 +14,7 @@ from ..notices import Notice, NoticeWatcher, build_sources
 from ..registry.records import NoticeRecord
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
+from .command import device_of
 
 logger = logging.getLogger("bamboo_ds.control.leaving")
 
@@ -33,12 +34,15 @@ class Leaving:
         end_at: monotonic seconds at which the agent ends the worker, whether or not it has left by then.
 
     Raises:
-        ConfigError: the settings of the sources are wrong.
+        ConfigError: the settings of the sources are wrong, or one cannot be asked on this host.
     """
 
     def __init__(self, settings: AgentSettings, member: str, events: EventWriter, loop: AgentLoop) -> None:
         config = settings.bamboo.notices
-        sources = build_sources(config, os.environ, {"slot": str(settings.slot), "member": member})
+        names = {"slot": str(settings.slot), "member": member}
+        sources = build_sources(config, os.environ, names, device_of(settings, os.environ))
+        for source in sources:
+            source.check()
         self._watcher = NoticeWatcher(sources, lambda notice: self._tell(notice), loop, config.poll_s)
         self._tell: Callable[[Notice], None] = lambda notice: None
         self._settings, self._member, self._events = settings, member, events

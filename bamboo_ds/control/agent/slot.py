@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from enum import Enum
 from typing import Literal
 
-from ...errors import EXIT_DEVICE, EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
+from ...errors import EXIT_CORRUPT, EXIT_DEVICE, EXIT_EVICTED, EXIT_FATAL_LOSS, EXIT_LEFT
 from ...job_settings import JobSettings
 from ...processes import boot_id
 from ...topology.plan import Plan
@@ -39,6 +39,8 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 _EVICTION_GRACE_S = 5.0
 #: Seconds that a worker gets to stop itself after a fatal loss: more than it waits for a checkpoint being written.
 _FATAL_GRACE_S = 75.0
+#: Exit codes of workers that end by what their host or its device has done.
+_OF_HOST = (EXIT_DEVICE, EXIT_CORRUPT)
 #: Why a worker that only drew batches, or stood in for a member, is not needed any more.
 _RELIEVED = "others do its work"
 
@@ -260,7 +262,7 @@ class Slot:
         settings = self.settings
         done = notice is not None and notice.done  # its script has ended well, and nobody needs it any more
         # What its script has told of its failure, or it of its device's.
-        raised = notice.reason if notice is not None and (notice.failed or status == EXIT_DEVICE) else None
+        raised = notice.reason if notice is not None and (notice.failed or status in _OF_HOST) else None
         if raised is not None and status < 0:
             status = 1  # it had failed before something killed it
         if done and status == -signal.SIGKILL:
@@ -295,7 +297,9 @@ class Slot:
             outcome = "fatal"
         elif status > 0 and not self.terminated:
             outcome, detail = failed, raised if raised and settings.joins else detail
-            if spared or status == EXIT_DEVICE:
+            if status == EXIT_CORRUPT:  # no error of the script, however many members are so
+                outcome, detail = "lost", raised or f"exit code {status}"
+            elif spared or status == EXIT_DEVICE:
                 outcome, error = "lost", raised or f"exit code {status}"
                 detail = error
         else:

@@ -11,6 +11,7 @@ from .azure import AZURE_URL, AzureSource
 from .gcp import GCP_URL, GcpSource
 from .hooks import FileSource, HttpSource
 from .notice import NoticeSource
+from .nvml import NvmlSource
 
 #: Environment variables with URLs to ask instead of the clouds' own metadata services.
 ENV_AWS_URL = "BAMBOO_AWS_METADATA_URL"
@@ -19,7 +20,7 @@ ENV_AZURE_URL = "BAMBOO_AZURE_METADATA_URL"
 
 
 def build_sources(
-    config: NoticesConfig, env: Mapping[str, str], names: Mapping[str, str] | None = None
+    config: NoticesConfig, env: Mapping[str, str], names: Mapping[str, str] | None = None, device: str = "0"
 ) -> list[NoticeSource]:
     """The sources that ``config`` asks for, in its order. Loads nothing heavy and asks nobody yet.
 
@@ -27,6 +28,7 @@ def build_sources(
         config: the settings.
         env: the environment, which may redirect sources to other metadata services.
         names: values for placeholders in paths and URLs: ``{"slot": "3"}`` replaces ``{slot}``.
+        device: which of the host's devices is the worker's, as ``CUDA_VISIBLE_DEVICES`` names it.
 
     Raises:
         ConfigError: names the wrong setting or environment variable.
@@ -54,5 +56,6 @@ def build_sources(
         "azure": lambda: AzureSource(service(ENV_AZURE_URL, AZURE_URL)),
         "file": lambda: FileSource(needed(config.file, "file")),
         "http": lambda: HttpSource(needed(config.url, "url")),
+        "nvml": lambda: NvmlSource(device, env.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID"),
     }
     return [makers[name]() for name in config.sources]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Literal
 if TYPE_CHECKING:
     import aiohttp
 
-NoticeKind = Literal["preempt", "rebalance", "maintenance", "leave"]
+NoticeKind = Literal["preempt", "rebalance", "maintenance", "device", "leave"]
 
 
 @dataclass(frozen=True)
@@ -19,13 +19,14 @@ class Notice:
 
     Attributes:
         kind: ``preempt`` (the cloud takes the node away), ``rebalance`` (it has become likely that it will),
-            ``maintenance`` (the host is serviced), ``leave`` (somebody asks the member to leave).
+            ``maintenance`` (the host is serviced), ``device`` (the worker's device fails), ``leave`` (somebody asks the
+            member to leave).
         source: name of the source that it came from.
         detail: what the source said, for the log.
         deadline_s: seconds from the receipt of the notice until the node vanishes (pauses, where
             ``vanishes`` is false); ``None`` where unknown.
-        vanishes: false where the node only pauses for a while (live migration, freeze) or is merely at risk
-            (rebalance).
+        vanishes: false where the node only pauses for a while (live migration, freeze), is merely at risk (rebalance),
+            or the device goes on.
         key: tells a source's notices apart; the deadline does not, because it counts down.
     """
 
@@ -47,6 +48,9 @@ class NoticeSource(ABC):
 
     name: str
     where: str
+
+    def check(self) -> None:  # noqa: B027
+        """Raise :class:`ConfigError` if it cannot be asked on this host, as far as that is known before a question."""
 
     @abstractmethod
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
 from ...errors import Isolated, UnsupportedError
-from ...topology import Role, end_sources
+from ...topology import Plan, Role, end_sources
 from ..checkpoints.own import OwnCheckpoints
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
@@ -22,18 +22,25 @@ from .exactness import ExactChecks
 
 @dataclass(eq=False)
 class Commits(InContext):
-    """Enters commits for this member."""
+    """Enters commits for this member.
+
+    Attributes:
+        plan: in which it has entered that of an iteration last.
+    """
 
     supply: BatchSupply
     own: OwnCheckpoints
     checks: ExactChecks
     constructions: Mapping[Role, Construction]
+    #: Replicas that have been found to differ in this iteration.
+    differing: Collection[Role]
+    plan: Plan | None = field(default=None, init=False)
 
     def commit_iteration(self) -> None:
         """Commit the iteration, all of whose gradients are reduced and replicated."""
         self.supply.complete(self.ds.micro_batches)
         self.epoch.transport.drain()
-        self.progress.entered = True
+        self.progress.entered, self.plan = True, self.epoch.plan
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
     def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
@@ -110,7 +117,8 @@ class Commits(InContext):
     def form(self) -> Form:
         """What an iteration's commit consists of."""
         losses = 1 + len(self.ds.module.get_additional_losses() or {})
-        return Form(losses, self.binding.local.optimizer.norms, self._accounted())
+        votes = self.settings.redundancy.on_mismatch == "evict" and self.epoch.layout.alike
+        return Form(losses, self.binding.local.optimizer.norms, self._accounted(), votes)
 
     def _accounted(self) -> int:
         """Micro-batches of a pipeline that the commit accounts for."""
@@ -143,4 +151,19 @@ class Commits(InContext):
         redundant = [replica.share.part.forwards for replica in self.binding.replicas() if not replica.share.helps]
         ahead = sum(redundant) - self.checks.redone
         own, writes = self.own.due()
-        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn(), own, writes)
+        return Contribution(losses, measured, ahead, mismatches, consumed, self.drawn(), own, writes, self._held())
+
+    def _held(self) -> dict[tuple[Role, bool], int]:
+        """Checksums of this member's copies, where they are of the last step; a wrong one that is known counts no more.
+
+        A copy that waits for a later plan is no shadow's, of which there is one.
+        """
+        found: dict[tuple[Role, bool], int] = {}
+        for role, runtime in self.binding.runtimes.items():
+            counts = runtime.owned or (
+                self.epoch.plan.shadow(role) == self.epoch.member
+                and (runtime.verification.valid or role in self.differing)
+            )
+            if counts and runtime.verification.shared is not None:
+                found[role, runtime.owned] = runtime.verification.shared
+        return found

@@ -47,7 +47,7 @@ class Conclusions(InContext):
         if self.unsure is not None:
             cause += f" (a member was lost in step {self.unsure}, before the check was over: results may differ since)"
         error = Inexact(self.progress.steps + (what == REHEARSAL), role.pipeline, role.stage, cause, cures, found)
-        if self.settings.redundancy.on_mismatch == "stop" and not rounded:
+        if not (self.settings.redundancy.bears or rounded):
             raise error
         logger.error("%s", error)
 

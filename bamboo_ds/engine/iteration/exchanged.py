@@ -74,7 +74,7 @@ class ExchangedWeights(InContext):
         if kept is None or (self._bits() != kept and self.progress.changed):
             return
         what = f"{_did(differing)}. No copy of a stage has them: no evaluation after a loss would be right. {_CURE}"
-        if self.settings.redundancy.on_mismatch == "stop":
+        if not self.settings.redundancy.bears:
             raise UnsupportedError(what)
         if not self._exchanges:
             logger.warning("%s", what)

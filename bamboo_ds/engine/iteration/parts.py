@@ -13,6 +13,7 @@ from ..replicas.building import StageBuilder
 from ..replicas.construction import Construction
 from .boundaries import Boundaries
 from .committing import Commits
+from .corruption import Corruption
 from .division import Division
 from .exactness import ExactChecks
 from .exchanged import ExchangedWeights
@@ -65,6 +66,8 @@ class IterationParts:
         )
         self.exchanged = ExchangedWeights(context)
         self.own = OwnCheckpoints(context, saves)
-        self.commits = Commits(context, supply, self.own, self.checks, self.constructions)
         self.steps = Steps(context, generators, builder)
         self.replication = Replication(context, self.boundaries, self.checks, self.steps, self.constructions)
+        self.corruption = Corruption(context, self.replication)
+        differing = self.replication.differing
+        self.commits = Commits(context, supply, self.own, self.checks, self.constructions, differing)

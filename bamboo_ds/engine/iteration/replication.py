@@ -68,7 +68,7 @@ class StepMessage:
         loss: of a last stage.
         consumed: checksums of micro-batches, by number.
         checksum: of the owner's state after the last step, if it is to be compared.
-        tensors: the same of the single tensors, if the replica has differed.
+        tensors: the same of the single tensors, if the replica has differed, or a difference may end a member.
     """
 
     reduced: list[torch.Tensor]
@@ -105,7 +105,7 @@ class Replication(InContext):
         results, verification = runtime.results, runtime.verification
         assert results.reduced is not None and results.measured is not None
         changed = self.progress.changed if runtime is self.binding.local else ()
-        differed = self.mismatches.has(runtime.role, self.progress.steps)
+        named = self.mismatches.has(runtime.role, self.progress.steps) or verification.shared is not None
         told = StepMessage(
             results.reduced,
             # An heir that has done no passes of its own passes on what the lost owner's layers keep.
@@ -115,7 +115,7 @@ class Replication(InContext):
             results.loss,
             results.consumed,
             verification.checksum,
-            verification.tensors if differed and verification.checksum is not None else [],
+            verification.tensors if named and verification.checksum is not None else [],
         )
         payload = as_message(vars(told))
         for lane in self.epoch.lanes.of(Stream.REPLICA, runtime.role):

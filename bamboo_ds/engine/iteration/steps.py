@@ -11,7 +11,7 @@ from ...comm.attachment import Answer
 from ...errors import ProtocolError
 from ..context.shared import InContext
 from ..replicas.building import StageBuilder
-from ..replicas.replica import checksums, combined
+from ..replicas.replica import checksums, combined, shared_checksum
 from ..stage.answers import Answers, ClipAnswers, Refusal, stepping_alone
 from ..stage.chunks import ChunkedStep
 from ..stage.commit import clipping_factor, global_norm
@@ -93,12 +93,14 @@ class Steps(InContext):
         runtime.layers.tensors.settle()
 
     def _note_checksum(self, runtime: StageRuntime) -> None:
-        runtime.verification.checksum = None
+        runtime.verification.checksum = runtime.verification.shared = None
         every = self.settings.redundancy.verify_every if self.mode.replicas else 0
         if every and self.ds.global_steps % every == 0:
             self.binding.refresh()
             runtime.verification.tensors = checksums(runtime)
             runtime.verification.checksum = combined(runtime.verification.tensors)
+            if self.settings.redundancy.on_mismatch == "evict" and self.layout.alike:
+                runtime.verification.shared = shared_checksum(runtime, runtime.verification.tensors)
 
     # -- the script's own role ----------------------------------------------------------------------------
 

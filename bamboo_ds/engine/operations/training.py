@@ -72,6 +72,7 @@ class Training(InContext):
 
     def run_iteration(self) -> None:
         """What DeepSpeed executes a schedule for."""
+        self.iteration.corruption.refuse()
         self._begin = time.monotonic()
         self.binding.refresh()
         self.progress.position = SchedulerPosition.of(self.binding.local)
@@ -136,6 +137,8 @@ class Training(InContext):
     def finish(self, outcome: Outcome) -> None:
         progress, committed = self.progress, outcome is Outcome.COMMITTED
         agreed = progress.committed = self.iteration.commits.decoded()
+        behind = outcome is Outcome.BEHIND
+        settled = self.iteration.corruption.settle(agreed, self.iteration.commits.plan, behind)
         self._execute(commit_program(self.epoch.plan, self.epoch.member)[1:], until_commit=False)
         if committed:
             self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
@@ -157,7 +160,8 @@ class Training(InContext):
         progress.consumed += self.ds.micro_batches
         self.iteration.steps.advance_local()
         self.supply.account()
-        lasting = self._mend(agreed.mismatches) if committed else []
+        doubtful = tuple(role for role in agreed.mismatches if role not in settled)
+        lasting = self._mend(doubtful) if committed else []
         measured = self.iteration.measures.times.end_iteration(time.monotonic() - self._begin)
         if self.iteration.division.note_cuts() | measured | self.iteration.measures.kept.is_news():
             self.copies.tell_replicas()
@@ -235,6 +239,6 @@ class Training(InContext):
             if role not in found:
                 continue  # another member's, or told of before
             error = ReplicaDiffers(role.pipeline, role.stage, found[role], optimizer)
-            if self.settings.redundancy.on_mismatch == "stop":
+            if not self.settings.redundancy.bears:
                 raise error
             logger.error("%s", error)

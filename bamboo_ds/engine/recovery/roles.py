@@ -95,7 +95,7 @@ class RoleTransfer(InContext):
         kept = source.layers.kept()
         if kept:
             what = f"what layers keep besides parameters ({', '.join(kept[:_NAMED])})"
-            if self.settings.redundancy.on_mismatch == "stop":
+            if not self.settings.redundancy.bears:
                 cure = '"bamboo.redundancy.on_mismatch": "warn" goes on with those'
                 logger.error(
                     "role %s: pipeline %d may have other values of %s; %s", role, source.role.pipeline, what, cure

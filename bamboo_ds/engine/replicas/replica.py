@@ -253,6 +253,12 @@ def checksums(runtime: StageRuntime) -> list[int]:
     return [content_checksum(tensor) for tensor in runtime.tensors()]
 
 
+def shared_checksum(runtime: StageRuntime, values: Sequence[int]) -> int:
+    """CRC-32 of what the same stage of other pipelines has equal, by what :func:`checksums` gave: all but buffers."""
+    named = zip(runtime.named_tensors(), values, strict=True)
+    return combined([value for (name, _), value in named if not name.startswith("buffer ")])
+
+
 def combined(values: Sequence[int]) -> int:
     """CRC-32 of what :func:`checksums` gave."""
     return zlib.crc32(struct.pack(f"<{len(values)}I", *values))

@@ -23,11 +23,13 @@ class Form:
         losses: number of losses of a pipeline.
         norms: number of norms in an optimizer step.
         accounted: micro-batches of a pipeline for which there are checksums; 0 without them.
+        votes: checksums of states are told, to be compared with those of other pipelines.
     """
 
     losses: int = 1
     norms: int = 1
     accounted: int = 0
+    votes: bool = False
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Contribution:
         own: the epoch, if a checkpoint of the job's own is due after this iteration, from the member that leads; else
             0.
         writes: it could take none, since an earlier checkpoint is being written.
+        held: checksum of the state of each role that it owns (``True``) or shadows, where these are to be compared.
     """
 
     losses: Mapping[int, Sequence[float]]
@@ -67,6 +70,7 @@ class Contribution:
     drawn: Mapping[Role, int] = field(default_factory=dict)
     own: int = 0
     writes: bool = False
+    held: Mapping[tuple[Role, bool], int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -75,7 +79,7 @@ class Committed:
 
     ``consumed`` has one entry per pipeline: the checksums of its inputs, then those of its labels, by micro-batch.
     ``overflow``: some role's gradients overflowed. ``alike``: see :func:`alike`. ``own``: the epoch whose members take
-    a checkpoint of the job's own after the iteration, if that is so; else 0.
+    a checkpoint of the job's own after the iteration, if that is so; else 0. ``held``: see :class:`Contribution`.
     """
 
     losses: tuple[tuple[float, ...], ...]
@@ -86,6 +90,7 @@ class Committed:
     overflow: bool = False
     alike: bool | None = None
     own: int = 0
+    held: Mapping[tuple[Role, bool], int] = field(default_factory=dict)
 
     def skipped(self) -> bool:
         """Whether an optimizer that leaves out a step on overflow has done so: a norm may overflow by itself."""
@@ -135,6 +140,8 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
         parts["consumed"][role.pipeline, int(bool(role.stage))] = torch.tensor(found, dtype=torch.float64)
     parts["drawn"] = encode_drawn(layout, mine.drawn)
     parts["redundant"][0] = mine.redundant
+    for (role, owned), checksum in mine.held.items() if form.votes else ():
+        parts["held"][int(owned), layout.rank(role)] = checksum + 1  # CRC-32 is exact in a float64
     parts["own"] = torch.tensor([mine.own, mine.writes], dtype=torch.float64)
     return torch.cat([part.reshape(-1) for part in parts.values()])
 
@@ -150,6 +157,7 @@ def _shapes(layout: Layout, form: Form) -> dict[str, tuple[int, ...]]:
         "drawn": (2 * layout.pipelines,),
         "redundant": (1,),
         "own": (2,),
+        "held": (2 if form.votes else 0, layout.size),  # replicas, owners
     }
 
 
@@ -172,6 +180,12 @@ def decode(layout: Layout, form: Form, vector: Sequence[float]) -> Committed:
         overflow=bool(parts["overflow"].any()),
         alike=alike(parts["drawn"].tolist()),
         own=0 if writers else own,
+        held={
+            (layout.role(rank), bool(owned)): int(checksum) - 1
+            for owned, sums in enumerate(parts["held"].tolist())
+            for rank, checksum in enumerate(sums)
+            if checksum
+        },
     )
 
 

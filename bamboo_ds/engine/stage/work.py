@@ -214,9 +214,11 @@ class Verification:
     Attributes:
         checksum: of the state after the last step, if that step was one to verify.
         tensors: checksums of the single tensors, which ``checksum`` is made of.
+        shared: of what the same stage of other pipelines has equal, if it is to be compared with those.
         valid: false between a failed comparison and the copy that mends the replica.
     """
 
     checksum: int | None = None
     tensors: list[int] = field(default_factory=list)
+    shared: int | None = None
     valid: bool = True

@@ -1,0 +1,297 @@
+"""Members whose copy of a stage is wrong: who is found, who goes, and that the others have equal state afterwards."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from bamboo_ds.engine.iteration.corruption import Corruption
+from bamboo_ds.engine.iteration.votes import StateCopy, judge
+from bamboo_ds.engine.stage.commit import Committed, Contribution, Form, decode, encode
+from bamboo_ds.engine.stage.runtime import StageRuntime
+from bamboo_ds.engine.stage.work import Verification
+from bamboo_ds.errors import EXIT_CORRUPT, Corrupt
+from bamboo_ds.topology import Layout, Plan, Role, initial_plan, with_redundancy
+from bamboo_ds.topology.planner import takeover
+from bamboo_ds.worker.exit import exit_code_of
+
+from .support.compare import differences
+from .support.faults import mark
+from .support.jobs import Reference, Result, run_bamboo, write_config
+from .support.surviving import fault, survive
+
+pytestmark = pytest.mark.claim("guides/exactness.md", "reference/events.md", "reference/settings.md")
+
+EVICT: dict[str, Any] = {"redundancy": {"verify_every": 2, "on_mismatch": "evict"}}
+WEIGHTS, MOMENTS = "parameter ", "exp_avg of"
+STEPS = 9
+
+
+def held(layout: Layout, **wrong: int) -> dict[StateCopy, int]:
+    """Checksums of all copies, 7 but for ``wrong``: ``O01`` is that of the owner of stage 1 of pipeline 0."""
+    found = {StateCopy(role, owned): 7 for role in layout.roles for owned in (True, False)}
+    for name, value in wrong.items():
+        found[StateCopy(Role(int(name[1]), int(name[2])), name[0] == "O")] = value
+    return found
+
+
+# -- votes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("wrong", ["O00", "R00", "O11", "R11"])
+def test_the_odd_one_out(wrong: str) -> None:
+    verdict = judge(Layout(2, 2), held(Layout(2, 2), **{wrong: 1}))
+    role = Role(int(wrong[1]), int(wrong[2]))
+    assert verdict.odd == (StateCopy(role, wrong[0] == "O"),) and verdict.decided == {role} and not verdict.split
+    assert verdict.right == {Role(0, role.stage): 7, Role(1, role.stage): 7}
+
+
+def test_two_of_three_agree() -> None:
+    layout = Layout(2, 1)
+    for lacking in (StateCopy(Role(1, 0), False), StateCopy(Role(1, 0), True), StateCopy(Role(0, 0), False)):
+        votes = held(layout, O00=1)
+        del votes[lacking]
+        assert judge(layout, votes).odd == (StateCopy(Role(0, 0), True),)
+
+
+def test_a_replica_that_was_copied_from_a_wrong_owner_goes_with_it() -> None:
+    layout = Layout(3, 1)
+    assert judge(layout, held(layout, O10=1, R10=1)).odd == (StateCopy(Role(1, 0), False), StateCopy(Role(1, 0), True))
+
+
+def test_where_none_is_that_of_most() -> None:
+    pair = held(Layout(2, 2), O01=1, R01=1)
+    assert judge(Layout(2, 2), pair).split == (Role(0, 1), Role(1, 1)) and not judge(Layout(2, 2), pair).odd
+    owners = {copy: value for copy, value in held(Layout(2, 1), O00=1).items() if copy.owned}
+    assert judge(Layout(2, 1), owners).split == (Role(0, 0), Role(1, 0))
+
+
+@pytest.mark.parametrize(
+    "layout", [Layout(1, 2), Layout(2, 2, sharded=True), Layout(2, 2, slices=2)], ids=["alone", "zero", "slices"]
+)
+def test_where_owner_and_replica_are_all(layout: Layout) -> None:
+    """Nobody can tell; of a shard of ZeRO neither, and other slices have other weights."""
+    verdict = judge(layout, held(layout, O01=1))
+    assert not verdict.odd and not verdict.split and not verdict.decided
+
+
+def test_slices_are_compared_with_their_own() -> None:
+    layout = Layout(4, 1, slices=2)
+    votes = {copy: copy.role.pipeline % 2 for copy in held(layout)} | {StateCopy(Role(3, 0), True): 5}
+    assert judge(layout, votes).odd == (StateCopy(Role(3, 0), True),)
+
+
+@given(st.data(), st.integers(2, 4), st.integers(1, 3))
+def test_less_than_half_are_found(data: st.DataObject, pipelines: int, stages: int) -> None:
+    """Whichever copies of a stage are wrong, each in its way, as long as most are right."""
+    layout = Layout(pipelines, stages)
+    copies = sorted(held(layout))
+    wrong: set[StateCopy] = set()
+    for stage in range(stages):
+        here = [copy for copy in copies if copy.role.stage == stage]
+        wrong |= set(data.draw(st.lists(st.sampled_from(here), max_size=pipelines - 1, unique=True)))
+    votes = {copy: 100 + number if copy in wrong else copy.role.stage for number, copy in enumerate(copies)}
+    verdict = judge(layout, votes)
+    assert set(verdict.odd) == wrong and not verdict.split
+    assert all(verdict.right[copy.role] == copy.role.stage for copy in wrong)
+
+
+def test_checksums_in_the_commit() -> None:
+    """Each by one member; 0 is a checksum like any other. Nothing is added where nobody compares."""
+    layout, most = Layout(2, 2), 2**32 - 1
+    shares = [
+        Contribution({}, {}, held={(Role(0, 0), True): 0, (Role(0, 1), False): most}),
+        Contribution({}, {}, held={(Role(1, 1), True): 5}),
+    ]
+    total: torch.Tensor = sum(encode(layout, Form(votes=True), share) for share in shares)  # type: ignore[assignment]
+    agreed = decode(layout, Form(votes=True), total.tolist())
+    assert agreed.held == {(Role(0, 0), True): 0, (Role(0, 1), False): most, (Role(1, 1), True): 5}
+    plain = encode(layout, Form(), Contribution({}, {}))
+    assert len(encode(layout, Form(votes=True), Contribution({}, {}))) == len(plain) + 2 * layout.size
+    assert not decode(layout, Form(), plain.tolist()).held
+
+
+def test_how_a_worker_with_wrong_state_ends() -> None:
+    error = Corrupt([("owner", 1, 0)], ["parameter 0.weight"], 4)
+    assert exit_code_of(error) == EXIT_CORRUPT
+    for part in ("owner of stage 0 of pipeline 1", "after step 4: parameter 0.weight", "evict"):
+        assert part in str(error)
+
+
+PLAN = with_redundancy(initial_plan(["m0", "m1", "m2", "m3"]), Layout(2, 2), True)
+
+
+def member_with(
+    held_by: str, differing: Mapping[Role, list[str]], plan: Plan = PLAN
+) -> tuple[Corruption, list[dict[str, Any]]]:
+    """A member of two pipelines of two stages that has checksum 7 of all that it holds, and what it tells and does."""
+    told: list[dict[str, Any]] = []
+    runtimes = {}
+    for role in (*PLAN.owned_by(held_by), *PLAN.shadowed_by(held_by)):
+        runtimes[role] = StageRuntime(role, owned=PLAN.owner(role) == held_by)
+        runtimes[role].verification = Verification(shared=7, valid=role not in differing)
+    channel = SimpleNamespace(event=lambda kind, **fields: told.append({"kind": kind, **fields}))
+    transport = SimpleNamespace(all_reduce=lambda tensor: told.append({"kind": "all know"}))
+    context: Any = SimpleNamespace(
+        epoch=SimpleNamespace(plan=plan, layout=plan.world, member=held_by, channel=channel, transport=transport),
+        binding=SimpleNamespace(runtimes=runtimes),
+        progress=SimpleNamespace(steps=4),
+    )
+    replication: Any = SimpleNamespace(differing=dict(differing))
+    return Corruption(context, replication), told
+
+
+def committed(**wrong: int) -> Committed:
+    found = held(Layout(2, 2), **wrong)
+    return Committed((), (), 0, (), held={(copy.role, copy.owned): value for copy, value in found.items()})
+
+
+def test_a_right_replica_of_a_wrong_owner_counts_again() -> None:
+    """It was doubted, and nobody may take over what is in doubt. What differs otherwise stays to be mended."""
+    role = Role(0, 1)
+    shadow, told = member_with("m0", {role: ["parameter 0.weight"]})
+    assert shadow.settle(committed(O01=1), PLAN, False) == {role}
+    assert shadow.binding.runtimes[role].verification.valid
+    event, _ = told
+    assert (event["member_id"], event["role"], event["copy_of"]) == ("m2", [0, 1], "owner")
+    assert event["tensors"] == ["parameter 0.weight"]
+    unsure, told = member_with("m0", {role: ["buffer 0.mean"]})
+    assert not unsure.settle(committed(), PLAN, False) and not told
+    assert not unsure.binding.runtimes[role].verification.valid
+
+
+def test_a_member_with_wrong_state_does_not_go_on() -> None:
+    """Not even where its script catches the error; the shadow tells of it, and all know before it ends."""
+    wrong, told = member_with("m2", {})
+    wrong.refuse()
+    for end in (lambda: wrong.settle(committed(O01=1), PLAN, False), wrong.refuse):
+        with pytest.raises(Corrupt) as error:
+            end()
+    assert error.value.copies == (("owner", 0, 1),) and told == [{"kind": "all know"}]
+    shadow, told = member_with("m0", {Role(0, 1): ["state exp_avg of 0.weight"]})
+    with pytest.raises(Corrupt, match=r"replica of stage 1 of pipeline 0.*after step 4: state exp_avg of 0\.weight"):
+        shadow.settle(committed(R01=1), PLAN, False)
+    assert [event.get("member_id") for event in told] == ["m0", None]
+
+
+def test_an_heir_is_not_taken_for_who_was_wrong() -> None:
+    """It learns of the commit when it has the role already: what counts is who held it then."""
+    role, after = Role(0, 1), takeover(PLAN, ["m2"])
+    heir, told = member_with("m0", {role: []}, after)
+    assert after.owner(role) == "m0"
+    assert heir.settle(committed(O01=1), PLAN, True) == {role}
+    assert [event["member_id"] for event in told] == ["m2"]
+
+
+# -- jobs -----------------------------------------------------------------------------------------------
+
+
+def flipped(rank: int, copy: str, tensor: str) -> dict[str, Any]:
+    """Before the third step; checksums are taken after the fourth one, and compared in the commit of the fifth."""
+    return fault(rank, 2, "Commit", signal="flip", copy=copy, tensor=tensor)
+
+
+def assert_evicted(result: Result, spoilt: dict[str, Any]) -> None:
+    """The member with the flipped bit is lost, and no other one; what is told names it and its tensors."""
+    tail, rank = result.output[-6000:], spoilt["rank"]
+    assert result.exit_code == 0, tail
+    assert result.faults() == [mark(spoilt)]
+    (place, name) = (result.out / mark(spoilt)).read_text().split(" ", 1)
+    (event,) = result.events("member_corrupt")
+    assert (event["member_id"][:2], event["copy_of"], event["step"]) == (f"m{rank}", spoilt["copy"], 4), tail
+    assert place == "({},{})".format(*event["role"])
+    assert name in event["tensors"], "what the flipped bit has spoilt since is named, too"
+    (lost,) = result.events("member_lost")
+    assert (lost["member_id"], lost["reason"]) == (event["member_id"], "exit") and "Corrupt: " in lost["detail"]
+    (found,) = result.events("replica_mismatch")
+    assert (found["role"], found["tensors"]) == (event["role"], event["tensors"])
+    assert not result.events("member_left") and not result.events("fatal")
+    assert result.events("step")[-1]["step"] == STEPS
+    assert "[bamboo] losses: 1;" in result.output and "1 wrong copy of stages" in result.output
+    # Every role is owned, and compared with its replica again where it has one.
+    assert {
+        tuple(each["role"]) for each in result.events("replica_verified") if each["step"] > 5
+    } == result.roles().keys()
+
+
+def assert_alike(result: Result, pipelines: int, stages: int) -> None:
+    """Owners, replicas and siblings have equal state, to the last bit."""
+    roles, replicas = result.roles(), result.replicas()
+    assert len(roles) == pipelines * stages and replicas
+    for (pipeline, stage), state in roles.items():
+        assert not differences(roles[0, stage], state), f"owners of stage {stage}"
+        if (pipeline, stage) in replicas:
+            assert not differences(state, replicas[pipeline, stage]), f"replica of {pipeline, stage}"
+
+
+def corrupted(folder: Path, *spoilt: dict[str, Any], members: int = 4) -> Result:
+    config = write_config(folder, EVICT)
+    command = ["--stages", "2", "--steps", str(STEPS), "--faults", json.dumps(spoilt)]
+    return run_bamboo(folder, members, command, config)
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("rank", "tensor"),
+    [
+        pytest.param(0, MOMENTS, id="first-moments"),
+        pytest.param(3, WEIGHTS, id="last-weights"),
+        pytest.param(0, WEIGHTS, id="first-weights", marks=pytest.mark.exhaustive),
+        pytest.param(3, MOMENTS, id="last-moments", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_an_owner_with_wrong_state_is_lost(tmp_path: Path, rank: int, tensor: str) -> None:
+    """One of the first pipeline, and of the second, which is its sibling: its replica goes on, equal to the others."""
+    spoilt = flipped(rank, "owner", tensor)
+    result = corrupted(tmp_path, spoilt)
+    assert_evicted(result, spoilt)
+    assert_alike(result, 2, 2)
+    assert set(result.ranks()) == {0, 1, 2, 3} - {rank}
+
+
+@pytest.mark.integration
+@pytest.mark.parametrize(
+    ("rank", "tensor"),
+    [
+        pytest.param(1, WEIGHTS, id="weights"),
+        pytest.param(2, MOMENTS, id="moments", marks=pytest.mark.exhaustive),
+    ],
+)
+def test_a_replica_with_wrong_state_spoils_nothing(
+    tmp_path: Path, reference: Reference, rank: int, tensor: str
+) -> None:
+    """Its member is lost; all results are those of an undisturbed run."""
+    spoilt = flipped(rank, "replica", tensor)
+    result = survive(tmp_path, reference, [spoilt], 2, 2, ("--steps", str(STEPS)), bamboo=EVICT)
+    assert_evicted(result, spoilt)
+    assert_alike(result, 2, 2)
+
+
+@pytest.mark.integration
+def test_pipelines_that_differ_end_the_job(tmp_path: Path) -> None:
+    """Owner and replica of a stage have the same wrong state, and so have as many copies as have the right one."""
+    spoilt = [flipped(0, "owner", MOMENTS), flipped(2, "replica", MOMENTS)]
+    result = corrupted(tmp_path, *spoilt)
+    assert result.exit_code != 0 and result.faults() == sorted(map(mark, spoilt)), result.output[-4000:]
+    assert "CopiesDiffer: the copies of the same stage differ, and it cannot be told which" in result.output
+    assert not result.events("member_corrupt") and not result.events("replica_mismatch")
+    assert result.events("step")[-1]["step"] == 4, "the next one has been committed, and nobody tells of it"
+
+
+@pytest.mark.integration
+def test_with_one_pipeline_the_replica_is_mended(tmp_path: Path) -> None:
+    """Nobody can tell which of two is wrong; once, that is no more than a replica to be copied again."""
+    spoilt = flipped(0, "replica", WEIGHTS)
+    result = corrupted(tmp_path, spoilt, members=2)
+    assert result.exit_code == 0 and result.faults() == [mark(spoilt)], result.output[-4000:]
+    assert len(result.events("replica_mismatch")) == 1 and not result.events("member_corrupt")
+    assert not result.events("member_lost")
+    assert_alike(result, 1, 2)
