@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -157,6 +158,8 @@ def test_tied_weights_that_stages_have_sharded_differently(tmp_path: Path) -> No
     assert tied(folder, Files.in_folder(folder)) == [A]
     assert stocks_way(folder, tmp_path).returncode != 0
     made = convert(choose(tmp_path, "step1"), tmp_path / "mine").path
+    told = torch.load(made / "mp_rank_00_model_states.pt", weights_only=False)["universal_checkpoint_info"]
+    assert told["pipeline_replicated_parameter_patterns"] == [rf"{re.escape(A)}$"], "whoever comes last does not win"
     for kind, more in (("fp32", 0), ("exp_avg", 1), ("exp_avg_sq", 2)):
         found = torch.load(made / "zero" / A / f"{kind}.pt", weights_only=False)["param"]
         assert torch.equal(found, weights + more)
