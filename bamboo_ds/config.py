@@ -26,6 +26,7 @@ from .addresses import split_address, without_credentials
 from .config_parts import CheckpointConfig as CheckpointConfig
 from .config_parts import ConfigPart
 from .config_parts import RedundancyMode as RedundancyMode
+from .config_parts import StandbyConfig as StandbyConfig
 from .deepspeed_config import config_path_from_argv as config_path_from_argv
 from .deepspeed_config import load_config as load_config
 from .errors import ConfigError
@@ -243,14 +244,6 @@ class TopologyConfig(ConfigPart):
     def memory_limit(self) -> int | None:
         """``memory_limit_mb`` in bytes."""
         return None if self.memory_limit_mb is None else round(self.memory_limit_mb * 2**20)
-
-
-class StandbyConfig(ConfigPart):
-    """``bamboo.standby``"""
-
-    replicas: bool = Field(
-        False, description="whether members without a stage hold replicas, so that a takeover goes to one of them"
-    )
 
 
 #: Settings of ``bamboo.observe`` that are no more: what users are told who have them in a file.

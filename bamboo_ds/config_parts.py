@@ -1,4 +1,4 @@
-"""Parts of the ``"bamboo"`` block (:mod:`bamboo_ds.config`): the modes of redundancy, checkpoints."""
+"""Parts of the ``"bamboo"`` block (:mod:`bamboo_ds.config`): the modes of redundancy, checkpoints, standbys."""
 
 from __future__ import annotations
 
@@ -106,3 +106,11 @@ class CheckpointConfig(ConfigPart):
     def lacks_place(self) -> bool:
         """Whether an interval is asked for, and the job has a place only once the script saves."""
         return self.every_s != "auto" and self.every_s > 0 and self.dir is None and self.mirror is None
+
+
+class StandbyConfig(ConfigPart):
+    """``bamboo.standby``"""
+
+    replicas: bool = Field(
+        False, description="whether members without a stage hold replicas, so that a takeover goes to one of them"
+    )
