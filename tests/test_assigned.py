@@ -418,7 +418,7 @@ def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     nothing: Any = SimpleNamespace(busy=False)
     context: Any = SimpleNamespace(epoch=epoch, progress=progress)
     own: Any = SimpleNamespace(saves=nothing)
-    commits = Commits(context, nothing, own, nothing, {})
+    commits = Commits(context, nothing, own, nothing, {}, ())
     if error is None:
         commits.agree(torch.zeros(3, dtype=torch.float64))
     else:
@@ -433,7 +433,7 @@ def test_a_lost_owner_had_assigned_something_else() -> None:
     nothing: Any = SimpleNamespace()
     context: Any = SimpleNamespace(epoch=epoch, progress=progress)
     own: Any = SimpleNamespace(saves=nothing)
-    commits = Commits(context, nothing, own, nothing, {})
+    commits = Commits(context, nothing, own, nothing, {}, ())
     progress.told_assigned[Role(0, 1)] = 3, 17
     assert commits._fingerprint() == 0, "of an operation that is over"
     progress.told_assigned[Role(0, 1)] = 4, 17

@@ -163,7 +163,8 @@ def test_what_would_become_of_a_job(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
     def run(*options: str, script: tuple[str, ...] = ()) -> tuple[int, list[str]]:
         done = CliRunner().invoke(cli, ["run", "--dry-run", "-n", "2", *options, __file__, *script])
-        return done.exit_code, [re.sub(r" +", " ", line.strip()) for line in done.output.splitlines()]
+        lines = [re.sub(r" +", " ", line.strip()) for line in done.output.splitlines()]
+        return done.exit_code, [line for line in lines if not line.startswith("bamboo: the command line names no ")]
 
     code, told = run("--emulate-hosts", "2")
     assert code == 0 and told == [

@@ -89,7 +89,7 @@ def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
     epoch.transport.all_reduce = lambda vector: vector
     progress, nothing = Progress(seed=1), MagicMock()
     context = MagicMock(epoch=epoch, progress=progress)
-    commits = Commits(context, nothing, nothing, nothing, {})
+    commits = Commits(context, nothing, nothing, nothing, {}, ())
     if ends:
         End(context, commits, nothing).commit()
     else:

@@ -233,7 +233,7 @@ def test_default_is_no_source() -> None:
 @pytest.mark.parametrize(
     ("block", "where", "words"),
     [
-        ({"sources": ["oracle"]}, ("sources", 0), "'aws', 'gcp', 'azure', 'file' or 'http'"),
+        ({"sources": ["oracle"]}, ("sources", 0), "'aws', 'gcp', 'azure', 'file', 'http' or 'nvml'"),
         ({"sources": ["aws", "aws"]}, ("sources",), "list aws once"),
         ({"sources": ["file"]}, ("file",), '"bamboo.notices.file" is needed'),
         ({"sources": ["http"]}, ("url",), '"bamboo.notices.url" is needed'),
