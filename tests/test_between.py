@@ -145,6 +145,18 @@ def test_options_of_a_script_in_its_layers_are_compared_one_by_one() -> None:
     assert found == "attribute 'options.seen' of layer layer (Linear)"
 
 
+@pytest.mark.parametrize("kind", [collections.OrderedDict, collections.Counter, collections.UserDict, list])
+def test_what_containers_of_layers_have_in_them_is_compared(kind: Any) -> None:
+    """Also those that have attributes, or could have some."""
+    net = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+    runtime: Any = SimpleNamespace(module=net, attributes={"basic_optimizer": None, "lr_scheduler": None})
+    layer: Any = net["layer"]
+    layer.kept = kind()
+    began = beside_layers(runtime)
+    layer.kept = kind([5]) if kind is list else kind({"text": 5})
+    assert len(newer(beside_layers(runtime), began)) == 1
+
+
 # -- weights for evaluations ----------------------------------------------------------------------------------
 
 

@@ -38,6 +38,8 @@ _DEPTH, _MOST = 8, 10_000
 #: What belongs to the process, or is told by its type: it is not looked into.
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, torch.optim.Optimizer, dist.ProcessGroup)
 _OF_PROCESS = (logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType)
+#: What is told by what it contains, or by how it is made, and not by its attributes.
+_CONTAINERS = (Mapping, list, tuple, deque, set, frozenset, numpy.ndarray, torch.Tensor)
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -99,7 +101,7 @@ def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     brought up to date on all ranks alike.
     """
     inside = getattr(value, "__dict__", None)
-    if not isinstance(inside, dict) or isinstance(value, (*_CALLABLE, *_OPAQUE, *_OF_PROCESS, torch.Tensor)):
+    if not isinstance(inside, dict) or isinstance(value, (*_CONTAINERS, *_CALLABLE, *_OPAQUE, *_OF_PROCESS)):
         yield name, value
     else:
         yield from ((f"{name}.{each}", content) for each, content in list(inside.items()))
