@@ -96,33 +96,42 @@ from bamboo_ds.worker.job import current_job
 from faults import install
 from small_job import begin
 
-rank, copy_state = int(os.environ["RANK"]), Copies.copy_state
+rank, method = int(os.environ["RANK"]), getattr(Copies, slow)
 
-def slow(copies, roles):
-    Copies.copy_state = copy_state
-    copies.copy_state(roles)
+def wait(copies, *arguments):
+    setattr(Copies, slow, method)
+    if slow == "copy_state":  # once its copies are complete
+        copies.copy_state(*arguments)
     deadline, session = time.monotonic() + 60, current_job().session
-    while session.aborted is None:  # the others have begun to evaluate, and one is lost there
+    while session.aborted is None:  # the others have begun, and one is lost there
         assert time.monotonic() < deadline
         time.sleep(0.01)
     session.check()
 
 if rank == 1:
-    Copies.copy_state = slow
+    setattr(Copies, slow, wait)
 engine, batches = begin(7, stages=3)
 out = sys.argv[sys.argv.index("--out") + 1]
 if isinstance(engine, Engine):
-    fault = {"rank": 0, "step": 0, "at": ".iteration.passes.forward", "micro_batch": 0, "evaluating": True}
-    install(engine, json.dumps([fault]), out)
-losses = [float(engine.eval_batch(batches)), *(float(engine.train_batch(batches)) for _ in range(3))]
+    at = ".iteration.passes.forward" if evaluates else "ForwardPass"
+    install(engine, json.dumps([{"rank": 0, "step": 0, "at": at, "micro_batch": 0, "evaluating": evaluates}]), out)
+losses = [float(engine.eval_batch(batches))] if evaluates else []
+losses += [float(engine.train_batch(batches)) for _ in range(4)]
 Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))
 """
 
 
-def test_one_evaluates_while_another_is_being_built(tmp_path: Path) -> None:
-    """A loss there is survived: all replicas that it takes are complete. A worker draws the batches of the lost end."""
-    result = run_text(tmp_path, BUILDING, 3, {"recovery": {"max_restarts": 0}})
+@pytest.mark.parametrize(("slow", "evaluates"), [("copy_state", True), ("_build", False)])
+def test_one_computes_while_another_is_being_built(tmp_path: Path, slow: str, evaluates: bool) -> None:
+    """A loss there is survived, whether the last replicas are complete or not made yet: those are made then.
+
+    A worker draws the batches of the lost end.
+    """
+    script = f"slow, evaluates = {slow!r}, {evaluates}\n{BUILDING}"
+    result = run_text(tmp_path, script, 3, {"recovery": {"max_restarts": 0}})
     assert result.faults() and len(result.events("member_lost")) == 1
+    lacking = [event["role"] for event in result.events("replica_built")].count([0, 2])
+    assert lacking >= (not evaluates)
     stock = tmp_path / "stock"
     stock.mkdir()
     undisturbed = run_stock(stock, 3, [], write_config(stock, None), tmp_path / "script.py")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
-from ..control.leader.boundary import ready_copies
+from ..control.leader.boundary import as_told, ready_copies
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import LeftRecord, MemberRecord
 from ..topology import Plan
@@ -41,6 +41,7 @@ class JobSituation:
     def of(cls, mirror: Mirror) -> JobSituation:
         """What ``mirror`` tells."""
         plan, workers = mirror.plan, mirror.workers
+        plan = as_told(workers, plan) if plan else None
         return cls(
             plan=plan,
             members=mirror.members,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .costs import Costs
 from .plan import Plan
@@ -43,6 +43,24 @@ def holders_of(plan: Plan, ready: Mapping[str, Collection[int]] | None = None) -
         if ready and rank in ready.get(learner, ()):
             found[rank].add(learner)
     return {rank: frozenset(m for m in members if m in alive) for rank, members in found.items()}
+
+
+def without_copies(plan: Plan, lacking: Mapping[str, Collection[int]]) -> Plan:
+    """``plan`` as its members go by it: shadows that have no replica of their role make one, as learners do.
+
+    Args:
+        plan: the newest written plan.
+        lacking: ranks of roles whose replica members had not when they entered it, by member.
+    """
+    bare = {r: s for r, s in enumerate(plan.shadows) if s is not None and r in lacking.get(s, ())}
+    if not bare:
+        return plan
+    return replace(
+        plan,
+        shadows=tuple(None if rank in bare else shadow for rank, shadow in enumerate(plan.shadows)),
+        learners=tuple(sorted({*plan.learners, *bare.items()})),
+        lent=tuple(each for each in plan.lent if each.rank not in bare),
+    )
 
 
 def learners_for(old: Plan, new: Plan) -> tuple[tuple[int, str], ...]:

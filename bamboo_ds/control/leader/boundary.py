@@ -31,6 +31,7 @@ from ...topology import (
     predicted_s,
     settled,
     while_copying,
+    without_copies,
 )
 from ...topology.planner import plan as best_plan
 from ..registry.records import WorkerState, in_slot_order
@@ -155,8 +156,11 @@ def _duties(plan: Plan) -> tuple[Any, ...]:
 
 
 def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str] = ()) -> Plan:
-    """``plan`` with what workers have found out of their stages since; not all of the ``lost`` may have told."""
+    """``plan`` with what workers have found out of stages and replicas; not all of the ``lost`` may have told."""
+    if plan.layout is None:
+        return plan
     states = [workers[member] for member in plan.members if member in workers]
+    plan = without_copies(plan, {state.id: state.lacked for state in states if state.epoch == plan.epoch})
     plan = replace(plan, memory=_with_passes(plan.memory, states))
     if not plan.world.blocks:
         return plan

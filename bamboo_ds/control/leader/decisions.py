@@ -302,6 +302,7 @@ class Decider:
         if now < settled:
             return Wait(settled)
         cost = self._cost_in(view, plan)
+        plan = as_told(view.workers, plan)
         holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else {}
         at_risk = [held for held in holders.values() if set(held) <= set(stuck)]
         member = min(stuck, key=lambda m: (cost(m)[0], sum(m in held for held in at_risk), cost(m)))
@@ -314,6 +315,7 @@ class Decider:
 
         Before the engines are built nobody holds anything for others.
         """
+        plan = as_told(view.workers, plan)
         holders = holders_of(plan, ready_copies(view.workers, plan)) if plan.layout else None
         members = view.candidates(plan).values()
 

@@ -272,6 +272,7 @@ class WorkerState(WorkerRecord):
 
     Attributes:
         replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
+        lacked: ranks of the roles that it shadows whose replica it had not when it entered the epoch, and makes then.
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.
         iteration_s: how long its iterations take.
@@ -287,6 +288,7 @@ class WorkerState(WorkerRecord):
     id: str
     epoch: int
     replicas: tuple[int, ...] = ()
+    lacked: tuple[int, ...] = ()
     cuts: dict[int, tuple[int, ...]] = {}
     seconds: tuple[BlockSeconds, ...] = ()
     iteration_s: float = 0.0

@@ -15,7 +15,7 @@ from ...errors import TransferError
 from ...observe.spans import Kind
 from ...schedule import Decision
 from ...state import Tree
-from ...topology import LONG_S, Layout, Plan, Role
+from ...topology import LONG_S, Layout, Plan, Role, without_copies
 from ..context.lanes import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
@@ -52,6 +52,8 @@ class Copies(InContext):
     snapshots: Snapshots
     #: The operation after which snapshots may be offered.
     _first: int = field(default=0, init=False)
+    #: Ranks of roles that this member was to shadow when it entered the epoch, without a replica.
+    _lacked: tuple[int, ...] = field(default=(), init=False)
     #: Whether iterations are long; a member that has just come knows it of the others.
     _long: bool = field(default=False, init=False)
 
@@ -145,6 +147,18 @@ class Copies(InContext):
         return f"copies {', '.join(parts) or 'nothing more'}"
 
     # -- in the background --------------------------------------------------------------------------------
+
+    def planned(self, plan: Plan, reports: Reports) -> Plan:
+        """``plan`` as all of its members go by it: shadows that have told of no replica make one.
+
+        A member may be lost before others have made their first replicas, and one that was found to differ is dropped.
+        """
+        lacking = {
+            member: {self.epoch.layout.rank(role) for role in plan.shadowed_by(member)}.difference(report.replicas)
+            for member, report in reports.items()
+        }
+        self._lacked = tuple(sorted(lacking[self.epoch.member]))
+        return without_copies(plan, lacking)
 
     def begin(self, plan: Plan, reports: Reports, decision: Decision) -> None:
         """Build the replicas of ``plan``, and find out which snapshots this member has to offer.
@@ -325,6 +339,7 @@ class Copies(InContext):
             id=self.epoch.channel.member,
             epoch=self.epoch.plan.epoch,
             replicas=tuple(sorted(self.replicas())),
+            lacked=self._lacked,
             cuts=owned,
             seconds=self.iteration.measures.times.told(),
             iteration_s=self.iteration.measures.times.iteration_s,

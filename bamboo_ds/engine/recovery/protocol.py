@@ -95,6 +95,7 @@ class RecoveryProtocol(InContext):
         with self.recording.span(Kind.AGREE):
             told = self.epoch.transport.exchange(self.report().model_dump_json())
             reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
+            plan = self.epoch.plan = self.copies.planned(plan, reports)
             decision = self._decide(plan, reports)
             logger.info("agreed to %s operation %d", decision.mode, decision.step)
             self._prepare(plan, reports, decision)
