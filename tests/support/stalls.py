@@ -40,9 +40,9 @@ class Stalls(threading.Thread):
         while not self._end.wait(self._random.uniform(*BETWEEN_S)):
             found = [process for process in psutil.Process().children(recursive=True) if _may_stop(process)]
             if found:
-                self._stop(self._random.choice(found))
+                self._hold(self._random.choice(found))
 
-    def _stop(self, process: psutil.Process) -> None:
+    def _hold(self, process: psutil.Process) -> None:
         with suppress(psutil.NoSuchProcess):
             process.send_signal(signal.SIGSTOP)
             self.count += 1
