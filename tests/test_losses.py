@@ -84,7 +84,9 @@ def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     (event,) = result.events("fatal")
     assert event["stages"] == [[0, 0], [0, 1]] or event["stages"] == [[0, 1]]
     assert event["checkpoint"] == str(tmp_path / "checkpoints" / "step2")
-    assert {member[:2] for member in event["members"]} in ({"m0"}, {"m0", "m1"})
+    # Each of the two deaths may be told first, or both at once: that of m1 is seen by its connections before.
+    lost = {member[:2] for member in event["members"]}
+    assert lost and lost <= {"m0", "m1"}
 
 
 BUILDING = """

@@ -26,7 +26,7 @@ from bamboo_ds.engine.recovery.reports import RoleReport
 from bamboo_ds.engine.script.assigned import fingerprint
 from bamboo_ds.engine.script.changes import Weights, away_from, count_of, unchanged
 from bamboo_ds.engine.stage.clones import (
-    clone_optimizer,
+    PristineOptimizer,
     kept_by,
     load_optimizer,
     put_kept,
@@ -345,7 +345,7 @@ def test_clones_share_nothing() -> None:
     original: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     original.counts, original.taken, original.history = {"steps": [3]}, 3, {1: torch.zeros(1)}
     original.itself = original
-    clone: Any = clone_optimizer(original, nn.Linear(2, 2), [["weight"], ["bias"]])
+    clone: Any = PristineOptimizer(original).clone(nn.Linear(2, 2), [["weight"], ["bias"]])
     clone.counts["steps"][0] = 4
     assert original.counts == {"steps": [3]} and clone.itself is clone
     assert clone.history[1] is not original.history[1]
@@ -373,12 +373,24 @@ def test_tensors_that_an_optimizer_counts_in_are_its_owner_s() -> None:
     theirs: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
     mine.total, theirs.total = torch.tensor(4.0), torch.tensor(2.0)
     mine.by_kind, theirs.by_kind = {"large": torch.tensor([4])}, {"large": torch.tensor([2])}
-    clone: Any = clone_optimizer(mine, nn.Linear(2, 2), [["weight", "bias"]])
+    clone: Any = PristineOptimizer(mine).clone(nn.Linear(2, 2), [["weight", "bias"]])
     put_kept(clone, from_message(as_message(kept_by(theirs))))
     assert (clone.total, clone.by_kind) == (2.0, {"large": 2}) and mine.total == 4.0
     put_kept(clone, kept_by(theirs))
     theirs.total.add_(1)
     assert clone.total == 2.0, "it is the clone's own"
+
+
+def test_objects_of_an_optimizer_are_copied_as_before_its_steps() -> None:
+    """What they have of later steps is not of the state that a copy gets. What a script puts in their place is new."""
+    own: Any = torch.optim.SGD(nn.Linear(2, 2).parameters(), lr=0.1)
+    own.meter, own.clock = SimpleNamespace(steps=0, of=own), SimpleNamespace(ticks=0)
+    pristine = PristineOptimizer(own)
+    own.meter.steps, own.clock = 3, SimpleNamespace(ticks=3)
+    first, second = (pristine.clone(nn.Linear(2, 2), [["weight", "bias"]]) for _ in range(2))
+    assert (first.meter.steps, first.clock.ticks) == (0, 3)
+    assert first.meter.of is first and second.meter.of is second and own.meter.of is own
+    assert first.clock is not own.clock and first.meter is not second.meter
 
 
 @pytest.mark.parametrize(
@@ -395,7 +407,7 @@ def test_attributes_that_no_clone_can_have(value: Any, message: str) -> None:
     original: Any = torch.optim.SGD(net.parameters(), lr=0.1)
     original.own = value(net)
     with pytest.raises(UnsupportedError, match=message):
-        clone_optimizer(original, nn.Linear(2, 2), [["weight", "bias"]])
+        PristineOptimizer(original).clone(nn.Linear(2, 2), [["weight", "bias"]])
 
 
 def test_learning_rates_that_are_tensors() -> None:

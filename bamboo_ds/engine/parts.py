@@ -148,6 +148,8 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
 
     dataset = _dataset_of(ds, layout)
     builder, limit = StageBuilder(context), settings.topology.memory_limit
+    if ds.basic_optimizer is not None:
+        builder.note_optimizer(ds.basic_optimizer)
     stage = local_stage(context, builder.parks)
     report = partial(channel.report_layout, stage=stage, memory=limit, device=device_of(context))
     needs = Needs(partial(report, layout, mode.replicas), dataset is None)

@@ -26,7 +26,7 @@ from ...topology import Plan, Role
 from ..context.shared import InContext
 from ..stage.answers import ignore
 from ..stage.chunks import unchunked
-from ..stage.clones import begin_groups, clone_optimizer
+from ..stage.clones import PristineOptimizer, begin_groups
 from ..stage.layers import Layers
 from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
@@ -47,6 +47,7 @@ class StageBuilder(InContext):
     """
 
     compiled_with: dict[str, Any] | None = None
+    _pristine: PristineOptimizer | None = field(default=None, init=False)
     _told: tuple[bool, str | None] | None = field(default=None, init=False)
     #: Why the device had no room for replicas in the epoch of this number.
     _full: tuple[int, str] | None = field(default=None, init=False)
@@ -330,7 +331,7 @@ class StageBuilder(InContext):
             held = {name for names in state["groups"] for name in names}
             for name, parameter in module.named_parameters():
                 parameter.requires_grad = parameter.requires_grad or name in held
-            basic = ds.basic_optimizer = clone_optimizer(own, module, state["groups"])
+            basic = ds.basic_optimizer = self.note_optimizer(own).clone(module, state["groups"])
             if wrapper is own:
                 ds.optimizer = basic
             else:
@@ -341,6 +342,12 @@ class StageBuilder(InContext):
         ds.lr_scheduler = self._make_scheduler(state, runtime.pristine)
         self.binding.refresh()
         runtime.optimizer = stage_optimizer(ds, self.groups, runtime)
+
+    def note_optimizer(self, optimizer: torch.optim.Optimizer) -> PristineOptimizer:
+        """What replicas' optimizers are made of: this member's own, as it is when it is first noted."""
+        if self._pristine is None or self._pristine.original is not optimizer:
+            self._pristine = PristineOptimizer(optimizer)
+        return self._pristine
 
     def _make_scheduler(self, state: Any, pristine: Pristine | None) -> Any:
         """A learning-rate scheduler for the bound replica's optimizer, made as the one that ``state`` is of."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import itertools
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from types import ModuleType
 from typing import Any
 
@@ -25,40 +25,67 @@ OWN = {"state", "param_groups", "step"}
 _SHARED = (ModuleType, dist.ProcessGroup)
 
 
-def clone_optimizer(
-    original: torch.optim.Optimizer, module: nn.Module, groups: list[list[str]]
-) -> torch.optim.Optimizer:
-    """An optimizer like ``original``, without state, over other parameters.
+class PristineOptimizer:
+    """A member's own optimizer as the engine got it, mostly before its first step, to make those of replicas of.
 
-    Works for whatever created the original: DeepSpeed's configuration, an instance or a callable of the
-    script. Hyperparameters of the groups, and attributes that are numbers, come later, with the owner's state.
+    Works for whatever created it: DeepSpeed's configuration, an instance or a callable of the script. What its steps
+    keep beside its ``state``, and cannot be sent, is of all steps until now; a copy may get a state of some steps
+    before. So it begins as without steps, and the check of the first steps finds that it lacks them.
 
-    Args:
-        original: this member's own optimizer.
-        module: the replica's module.
-        groups: names of the parameters of each group.
-
-    Raises:
-        UnsupportedError: the optimizer keeps tensors outside its ``state``, or what cannot be copied.
+    Attributes:
+        original: the optimizer.
     """
-    parameters = dict(module.named_parameters())
-    clone = type(original).__new__(type(original))
-    known: dict[int, Any] = {id(original): clone}
-    for name, value in original.__dict__.items():
-        if name in OWN:
-            continue
-        # Hooks are shared, also those that are registered later: they use the optimizer that they are passed.
-        if not isinstance(value, _SHARED) and not (isinstance(value, OrderedDict) and "hooks" in name):
-            value = _copied(original, name, value, known)
-        clone.__dict__[name] = value
-    clone.defaults = dict(original.defaults)
-    clone.state = defaultdict(dict)
-    groups_here = original.param_groups or [original.defaults]
-    template = {k: v for k, v in groups_here[0].items() if k != "params"}
-    clone.param_groups = [
-        {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
-    ]
-    return clone
+
+    def __init__(self, original: torch.optim.Optimizer) -> None:
+        self.original = original
+        self._blank = type(original).__new__(type(original))
+        self._known: dict[int, Any] = {id(original): self._blank}
+        #: Attributes as they were, to tell those that are others by now.
+        self._given = dict(vars(original))
+        for name, value in self._given.items():
+            if name in OWN or _is_shared(name, value):
+                continue
+            # What cannot be copied is refused when a copy is needed, of which it is tried then.
+            with contextlib.suppress(Exception):
+                self._blank.__dict__[name] = copy.deepcopy(value, self._known)
+
+    def clone(self, module: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
+        """One more, without state, over other parameters.
+
+        Hyperparameters of the groups, and attributes that are numbers, come later, with the owner's state.
+
+        Args:
+            module: the replica's module.
+            groups: names of the parameters of each group.
+
+        Raises:
+            UnsupportedError: the optimizer keeps tensors outside its ``state``, or what cannot be copied.
+        """
+        parameters, original = dict(module.named_parameters()), self.original
+        clone = type(original).__new__(type(original))
+        known: dict[int, Any] = {id(original): clone, id(self._blank): clone}
+        before = vars(self._blank)
+        for name, value in vars(original).items():
+            if name in OWN:
+                continue
+            if _is_shared(name, value):
+                clone.__dict__[name] = value
+                continue
+            begun = before[name] if name in before and self._given[name] is value else value
+            clone.__dict__[name] = _copied(original, name, begun, known)
+        clone.defaults = dict(original.defaults)
+        clone.state = defaultdict(dict)
+        groups_here = original.param_groups or [original.defaults]
+        template = {k: v for k, v in groups_here[0].items() if k != "params"}
+        clone.param_groups = [
+            {**copy.deepcopy(template), "params": [parameters[name] for name in names]} for names in groups
+        ]
+        return clone
+
+
+def _is_shared(name: str, value: Any) -> bool:
+    """Whether all optimizers of a process have it: hooks, too, since they use the optimizer that they are passed."""
+    return isinstance(value, _SHARED) or (isinstance(value, OrderedDict) and "hooks" in name)
 
 
 def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
@@ -128,7 +155,7 @@ def _plain(value: Any, tensors: bool) -> bool:
     return travels(value)
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In the body a script's hooks on ``state_dict`` and its loading, which are for checkpoints, are not called."""
     own = vars(optimizer)
@@ -140,7 +167,7 @@ def without_state_hooks(optimizer: torch.optim.Optimizer) -> Iterator[None]:
         own.update(kept)
 
 
-@contextmanager
+@contextlib.contextmanager
 def without_strangers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
     """In the body there is no state of parameters that are in no group any more.
 

@@ -25,7 +25,7 @@ from bamboo_ds.engine.context import records
 from bamboo_ds.engine.iteration import exactness, reduction
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.stage import shares
-from bamboo_ds.engine.stage.clones import clone_optimizer
+from bamboo_ds.engine.stage.clones import PristineOptimizer
 from bamboo_ds.errors import BambooError, FatalLoss
 from bamboo_ds.topology import Role
 from bamboo_ds.worker import plan_changes
@@ -176,10 +176,11 @@ class DrawnMember(Member):
     def optimizer(self, module: Any, mine: list[nn.Parameter]) -> torch.optim.Optimizer:
         made: torch.optim.Optimizer = optimizers.KINDS[self.world.script.optimizer](module)
         if not hasattr(self, "binding"):
+            self.pristine = PristineOptimizer(made)
             return made
         names = {parameter: name for name, parameter in module.named_parameters()}
         groups = [[names[parameter] for parameter in group["params"]] for group in made.param_groups]
-        return clone_optimizer(self.binding.local.attributes["basic_optimizer"], module, groups)
+        return self.pristine.clone(module, groups)
 
     def _iterator(self, role: Role, seed: int, drawn: list[int]) -> Any:
         for batch in data.ITERATORS[self.world.script.data](seed + role.pipeline):
