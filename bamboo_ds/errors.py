@@ -33,7 +33,11 @@ class BambooError(Exception):
     """Base class of all errors of this package."""
 
 
-class ConfigError(BambooError, ValueError):
+class Refusal(BambooError):
+    """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages."""
+
+
+class ConfigError(Refusal, ValueError):
     """A setting is wrong. Raised before any process group or etcd key exists."""
 
 

@@ -167,15 +167,20 @@ def test_tied_weights_that_stages_have_sharded_differently(tmp_path: Path) -> No
 
 @pytest.mark.integration
 def test_a_job_with_other_stages_says_what_to_do(tmp_path: Path, reference: Reference) -> None:
-    """Before its first step, where stock DeepSpeed loads wrong state or fails in its own code."""
+    """Before its first step, where stock DeepSpeed loads wrong state or fails in its own code; one rank says why."""
     arguments = ("--layers", "4", "--steps", "4", "--save-every", "4", "--describe")
     saved = reference(4, 1, 8, *arguments, script=TRAIN_GPT, **BF16_ZERO, **ADAMW).out / "checkpoints"
     config = write_config(tmp_path, {}, 8, **BF16_ZERO, **ADAMW)
     command = ["--stages", "2", *arguments, "--load", str(saved)]
     result = run_bamboo(tmp_path, 2, command, config, TRAIN_GPT)
     assert result.exit_code != 0 and not result.events("step")
-    assert f"bamboo checkpoints convert {saved} --into FOLDER" in result.output
-    assert "is of a job of 4 stages x 1 pipeline, and this one has 2 stages x 1 pipeline" in result.output
+    lines = result.output.splitlines()
+    summary = [line for line in lines if "first failure: worker" in line]
+    said = [line for line in lines if "is of a job of 4 stages x 1 pipeline, and this one has 2 stages x 1" in line]
+    workers = [line for line in said if line not in summary and not line.startswith("[bamboo]   | ")]
+    assert len(summary) == len(workers) == 1 and f"bamboo checkpoints convert {saved} --into FOLDER" in workers[0]
+    assert result.output.count("cannot load the checkpoint") >= 1, "the other rank names the one that says why"
+    assert "bamboo_ds/engine" not in result.output
 
 
 @pytest.mark.integration

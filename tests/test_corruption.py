@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,9 @@ from hypothesis import strategies as st
 
 from bamboo_ds.engine.iteration.corruption import Corruption
 from bamboo_ds.engine.iteration.votes import StateCopy, judge
+from bamboo_ds.engine.replicas.replica import checksums, combined, shared_checksum
 from bamboo_ds.engine.stage.commit import Committed, Contribution, Form, decode, encode
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.engine.stage.work import Verification
 from bamboo_ds.errors import EXIT_CORRUPT, Corrupt
@@ -62,6 +65,15 @@ def test_two_of_three_agree() -> None:
         assert judge(layout, votes).odd == (StateCopy(Role(0, 0), True),)
 
 
+def test_more_than_any_other_is_enough() -> None:
+    """Two of four, of which the others differ from each other, too; and only two alike are a vote."""
+    layout = Layout(2, 1)
+    wrong = StateCopy(Role(0, 0), False), StateCopy(Role(1, 0), False)
+    assert judge(layout, held(layout, R00=1, R10=2)).odd == wrong
+    several = judge(layout, held(layout, O00=1, R00=2, O10=3, R10=4))
+    assert several.split == (Role(0, 0), Role(1, 0)) and not several.odd and not several.right
+
+
 def test_a_replica_that_was_copied_from_a_wrong_owner_goes_with_it() -> None:
     layout = Layout(3, 1)
     assert judge(layout, held(layout, O10=1, R10=1)).odd == (StateCopy(Role(1, 0), False), StateCopy(Role(1, 0), True))
@@ -102,6 +114,29 @@ def test_less_than_half_are_found(data: st.DataObject, pipelines: int, stages: i
     verdict = judge(layout, votes)
     assert set(verdict.odd) == wrong and not verdict.split
     assert all(verdict.right[copy.role] == copy.role.stage for copy in wrong)
+
+
+def test_what_a_checksum_is_of() -> None:
+    """Each bit of parameters and of the optimizer's state counts; buffers are a pipeline's own."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    adam = torch.optim.Adam(module.parameters())
+    module(torch.arange(6.0).view(3, 2)).square().sum().backward()
+    adam.step()
+    nothing: Any = None
+    runtime = StageRuntime(Role(0, 0), owned=True, attributes={"module": module, "optimizer": adam})
+    runtime.optimizer = PlainOptimizer(nothing, nothing, runtime)
+    before = checksums(runtime)
+    kinds = set()
+    for number, (name, tensor) in enumerate(runtime.named_tensors()):
+        bits = tensor.detach().view(-1)[-1:].view(torch.uint8)
+        bits[:1].bitwise_xor_(1)
+        after = checksums(runtime)
+        assert [at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]] == [number], name
+        own, shared = (check(after) != check(before) for check in (combined, partial(shared_checksum, runtime)))
+        assert own and shared is not name.startswith("buffer "), name
+        kinds.add(name.partition(" of ")[0] if name.startswith("state") else name.partition(" ")[0])
+        bits[:1].bitwise_xor_(1)
+    assert kinds == {"parameter", "buffer", "state exp_avg", "state exp_avg_sq", "state step"}
 
 
 def test_checksums_in_the_commit() -> None:

@@ -297,7 +297,8 @@ def examine(patient: Patient, checks: tuple[Check, ...] = CHECKS) -> Iterator[Fi
 def doctor(store: str, address: str | None, config: Path | None, as_json: bool) -> None:
     """Look for what would keep a job on this host from starting or from surviving a loss, and say the cure.
 
-    Exit code 1 if there is a problem. Nothing is changed, but for one key in etcd that is written and removed.
+    Exit code 1 if there is a problem. Nothing is changed, but for one key in etcd, and one object in each store of
+    checkpoints that --config names, which are written and removed.
     """
     findings = list(examine(Patient(store, address, config)))
     if as_json:
