@@ -34,7 +34,13 @@ class BambooError(Exception):
 
 
 class Refusal(BambooError):
-    """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages."""
+    """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages.
+
+    Attributes:
+        shown_by: the member whose worker shows it, where others raise the same.
+    """
+
+    shown_by: str | None = None
 
 
 class ConfigError(Refusal, ValueError):

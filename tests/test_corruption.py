@@ -95,6 +95,13 @@ def test_where_owner_and_replica_are_all(layout: Layout) -> None:
     assert not verdict.odd and not verdict.split and not verdict.decided
 
 
+def test_where_others_tell_nothing() -> None:
+    """Owner and replica of one role are all that vote: as with one pipeline."""
+    owner, replica = StateCopy(Role(0, 0), True), StateCopy(Role(0, 0), False)
+    verdict = judge(Layout(2, 1), {owner: 1, replica: 2})
+    assert not verdict.odd and not verdict.split and not verdict.decided
+
+
 def test_slices_are_compared_with_their_own() -> None:
     layout = Layout(4, 1, slices=2)
     votes = {copy: copy.role.pipeline % 2 for copy in held(layout)} | {StateCopy(Role(3, 0), True): 5}

@@ -87,7 +87,7 @@ class Loader(InContext):
         return result
 
     def _check(self, folder: str, tag: str | None, how: Loading) -> None:
-        """:func:`check_loadable` on all members; one of those that refuse says why. Collective.
+        """:func:`check_loadable` on all members, one of which shows why one of them refuses. Collective.
 
         Raises:
             CheckpointError: one refuses.
@@ -100,7 +100,9 @@ class Loader(InContext):
         told = self.epoch.transport.exchange(refusal)
         first = next((member for member, text in told.items() if text), None)
         if first is not None:
-            raise CheckpointError(told[first] if first == self.epoch.member else f"{first} cannot load the checkpoint")
+            error = CheckpointError(told[first])
+            error.shown_by = first if first != self.epoch.member else None
+            raise error
 
 
 def _wants_state(
