@@ -21,7 +21,7 @@ from bamboo_ds.engine.stage.commit import Committed, Contribution, Form, decode,
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.engine.stage.work import Verification
-from bamboo_ds.errors import EXIT_CORRUPT, Corrupt
+from bamboo_ds.errors import EXIT_CORRUPT, CopiesDiffer, Corrupt
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, with_redundancy
 from bamboo_ds.topology.planner import takeover
 from bamboo_ds.worker.exit import exit_code_of
@@ -205,6 +205,12 @@ def test_a_right_replica_of_a_wrong_owner_counts_again() -> None:
     event, _ = told
     assert (event["member_id"], event["role"], event["copy_of"]) == ("m2", [0, 1], "owner")
     assert event["tensors"] == ["parameter 0.weight"]
+    wrong, _ = member_with("m0", {role: ["parameter 0.weight"]})
+    wrong.binding.runtimes[role].verification.shared = 9
+    silent = committed(O01=1)
+    del silent.held[role, False]
+    assert wrong.settle(silent, PLAN, False) == {role}
+    assert not wrong.binding.runtimes[role].verification.valid, "it has not voted, and has other state than most"
     unsure, told = member_with("m0", {role: ["buffer 0.mean"]})
     assert not unsure.settle(committed(), PLAN, False) and not told
     assert not unsure.binding.runtimes[role].verification.valid
@@ -222,6 +228,13 @@ def test_a_member_with_wrong_state_does_not_go_on() -> None:
     with pytest.raises(Corrupt, match=r"replica of stage 1 of pipeline 0.*after step 4: state exp_avg of 0\.weight"):
         shadow.settle(committed(R01=1), PLAN, False)
     assert [event.get("member_id") for event in told] == ["m0", None]
+
+
+def test_a_split_vote_ends_all() -> None:
+    shadow, told = member_with("m0", {Role(0, 1): ["parameter 0.weight"]})
+    with pytest.raises(CopiesDiffer, match="cannot be told which"):
+        shadow.settle(committed(O01=1, R01=1), PLAN, False)
+    assert not told
 
 
 def test_an_heir_is_not_taken_for_who_was_wrong() -> None:

@@ -151,7 +151,7 @@ def test_an_error_that_says_what_to_do_is_shown_with_the_scripts_lines_alone(tmp
     assert done.returncode == 1
     assert 'train.py", line 5, in <module>' in done.stderr and 'train.py", line 4, in begin' in done.stderr
     assert "bamboo_ds/" not in done.stderr and "direct cause" not in done.stderr
-    assert done.stderr.count("nonsense") == 1 and "ConfigError: " in done.stderr
+    assert done.stderr.count("bamboo.nonsense") == 1 and "ConfigError: " in done.stderr
 
 
 def signals() -> None:
