@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from bamboo_ds.cli.main import cli
+from bamboo_ds.engine.joining.loading import Loader
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.state.checkpoints import MANIFEST, CheckpointError, Status, list_checkpoints
 from bamboo_ds.state.converting import check_layers, choose, convert, tied, whole
@@ -445,6 +446,24 @@ def test_plain_state_of_other_stages_is_never_loaded(tmp_path: Path) -> None:
     check_loadable(str(tmp_path), "step1", Layout(1, 3), zero)  # which loads the weights alone
     with pytest.raises(CheckpointError, match="Without ZeRO DeepSpeed cannot convert"):
         check_loadable(str(tmp_path), "step1", Layout(1, 3), plain)
+
+
+@pytest.mark.parametrize("refusing", [("m0", "m1"), ("m1",)], ids=["all", "one"])
+def test_one_member_shows_why_no_member_loads(tmp_path: Path, refusing: tuple[str, ...]) -> None:
+    """Also those raise it whose own files fit; what each of them raises has the whole reason."""
+    write(tmp_path / "step1")
+    shown = {}
+    for member in ("m0", "m1"):
+        layout = Layout(1, 2) if member in refusing else Layout(2, 2)
+        told = {each: "why" * (each in refusing) for each in ("m0", "m1")}
+        transport = SimpleNamespace(exchange=lambda own, told=told, member=member: {**told, member: own and "why"})
+        epoch = SimpleNamespace(member=member, transport=transport)
+        context: Any = SimpleNamespace(epoch=epoch, layout=layout)
+        nothing: Any = None
+        with pytest.raises(CheckpointError, match=r"^why$") as error:
+            Loader(context, nothing, nothing)._check(str(tmp_path), "step1", Loading(universal=False, zero=True))
+        shown[member] = error.value.shown_by
+    assert shown == {each: None if each == refusing[0] else refusing[0] for each in ("m0", "m1")}
 
 
 def test_the_list_is_still_there(tmp_path: Path) -> None:
