@@ -33,17 +33,17 @@ class BambooError(Exception):
     """Base class of all errors of this package."""
 
 
-class Refusal(BambooError):
+class UserError(BambooError):
     """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages.
 
     Attributes:
-        shown_by: the member whose worker shows it, where others raise the same.
+        told_by: the member that has told of it, where all raise the same.
     """
 
-    shown_by: str | None = None
+    told_by: str | None = None
 
 
-class ConfigError(Refusal, ValueError):
+class ConfigError(UserError, ValueError):
     """A setting is wrong. Raised before any process group or etcd key exists."""
 
 

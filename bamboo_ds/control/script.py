@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-from ..errors import Refusal
+from ..errors import UserError
 
 #: Whose frames do not help where an error says what to do.
 _PACKAGES = {"bamboo_ds", "deepspeed", "torch"}
@@ -74,9 +74,9 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         trace = own.tb_next
         while trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy":
             trace = trace.tb_next
-    if isinstance(error, Refusal) and error.shown_by is not None:
-        sys.stderr.write(f"bamboo_ds: {kind.__name__}: {error.shown_by} says why\n")
-    elif isinstance(error, Refusal):
+    if isinstance(error, UserError) and error.told_by is not None:
+        sys.stderr.write(f"bamboo_ds: {kind.__name__}: {error.told_by} tells why\n")
+    elif isinstance(error, UserError):
         shown = ["Traceback (most recent call last):\n", *_of_the_script(trace)]
         sys.stderr.write("".join([*shown, *traceback.format_exception_only(kind, error)]))
     else:

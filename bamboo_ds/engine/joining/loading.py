@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -25,6 +26,8 @@ from ..iteration.replication import Replication
 from ..recovery.copies import Copies
 from ..stage.answers import ignore
 from ..stage.schedulers import SchedulerPosition, settings_of
+
+logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
@@ -87,7 +90,7 @@ class Loader(InContext):
         return result
 
     def _check(self, folder: str, tag: str | None, how: Loading) -> None:
-        """:func:`check_loadable` on all members, one of which shows why one of them refuses. Collective.
+        """:func:`check_loadable` on all members, one of which tells why one of them refuses. Collective.
 
         Raises:
             CheckpointError: one refuses.
@@ -99,10 +102,14 @@ class Loader(InContext):
             refusal = str(error)
         told = self.epoch.transport.exchange(refusal)
         first = next((member for member, text in told.items() if text), None)
-        if first is not None:
-            error = CheckpointError(told[first])
-            error.shown_by = first if first != self.epoch.member else None
-            raise error
+        if first is None:
+            return
+        if first == self.epoch.member:
+            logger.error("%s", told[first])
+        self.epoch.transport.barrier()  # the end of a worker ends the others
+        error = CheckpointError(told[first])
+        error.told_by = first
+        raise error
 
 
 def _wants_state(
