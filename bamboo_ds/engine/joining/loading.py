@@ -107,9 +107,9 @@ class Loader(InContext):
         if first == self.epoch.member:
             logger.error("%s", told[first])
         self.epoch.transport.barrier()  # the end of a worker ends the others
-        error = CheckpointError(told[first])
-        error.told_by = first
-        raise error
+        refused = CheckpointError(told[first])
+        refused.told_by = first
+        raise refused
 
 
 def _wants_state(
