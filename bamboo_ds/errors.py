@@ -83,7 +83,7 @@ class ProtocolError(BambooError, RuntimeError):
     """A message arrived that the schedule does not expect. Always a defect; never ignored."""
 
 
-class CallsDiffer(BambooError, RuntimeError):
+class CallsDiffer(UserError, RuntimeError):
     """The scripts of two members wait for each other for ever, since they do not make the same calls."""
 
     def __init__(self, difference: str) -> None:
@@ -154,7 +154,7 @@ class CopiesDiffer(BambooError, RuntimeError):
         )
 
 
-class Inexact(BambooError, RuntimeError):
+class Inexact(UserError, RuntimeError):
     """The shadow of a stage, from the same inputs, does not compute what the stage's owner has computed.
 
     Attributes:
