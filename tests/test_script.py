@@ -182,3 +182,6 @@ for _ in range(2):
 def test_a_worker_that_exits_in_whatever_way_ends_the_job(tmp_path: Path, end: str) -> None:
     result = run_text(tmp_path, FAILS.replace("END", end), exit_code=3)
     assert "it fails" in result.output
+    (failed,) = result.events("member_failed")
+    assert (failed["rank"], failed["exit_code"], failed["reason"]) == (1, 3, "exit")
+    assert "[bamboo] first failure: worker m1" in result.output
