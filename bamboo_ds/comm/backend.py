@@ -35,7 +35,8 @@ _HELD = 256
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
-        own = torch.accelerator.current_accelerator()
+        # Without the question torch 2.6 raises an error where it has been built for devices that are not there.
+        own = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         devices = sorted({"cpu", "cuda", "cpu" if own is None else own.type})
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         dist.get_backend = registry.get_backend = naming_what_scripts_know(registry.get_backend)
