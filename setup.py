@@ -56,7 +56,6 @@ setup(
             "mypy>=1.11",
             "ruff>=0.6",
             "import-linter>=2.10",
-            "pyyaml>=6",
             "types-psutil",
             "moto[server]>=5",
             "s3fs>=2024.6",

@@ -33,7 +33,17 @@ class BambooError(Exception):
     """Base class of all errors of this package."""
 
 
-class ConfigError(BambooError, ValueError):
+class UserError(BambooError):
+    """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages.
+
+    Attributes:
+        told_by: the member that has told of it, where all raise the same.
+    """
+
+    told_by: str | None = None
+
+
+class ConfigError(UserError, ValueError):
     """A setting is wrong. Raised before any process group or etcd key exists."""
 
 
@@ -73,7 +83,7 @@ class ProtocolError(BambooError, RuntimeError):
     """A message arrived that the schedule does not expect. Always a defect; never ignored."""
 
 
-class CallsDiffer(BambooError, RuntimeError):
+class CallsDiffer(UserError, RuntimeError):
     """The scripts of two members wait for each other for ever, since they do not make the same calls."""
 
     def __init__(self, difference: str) -> None:
@@ -144,7 +154,7 @@ class CopiesDiffer(BambooError, RuntimeError):
         )
 
 
-class Inexact(BambooError, RuntimeError):
+class Inexact(UserError, RuntimeError):
     """The shadow of a stage, from the same inputs, does not compute what the stage's owner has computed.
 
     Attributes:

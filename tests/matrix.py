@@ -39,6 +39,9 @@ TESTS = (
     "tests/test_elastic.py::test_members_join",
     "tests/test_engine_surface.py::test_surface[losses]",
     "tests/test_engine_surface.py::test_curriculum",
+    "tests/test_converting.py",
+    "tests/test_corruption.py",
+    "tests/test_stored_jobs.py",
     "tests/test_versions.py",
     *(
         f"tests/test_backend.py::test_{name}"

@@ -16,6 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from bamboo_ds.cli.main import cli
+from bamboo_ds.engine.joining.loading import Loader
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.state.checkpoints import MANIFEST, CheckpointError, Status, list_checkpoints
 from bamboo_ds.state.converting import check_layers, choose, convert, tied, whole
@@ -167,15 +168,20 @@ def test_tied_weights_that_stages_have_sharded_differently(tmp_path: Path) -> No
 
 @pytest.mark.integration
 def test_a_job_with_other_stages_says_what_to_do(tmp_path: Path, reference: Reference) -> None:
-    """Before its first step, where stock DeepSpeed loads wrong state or fails in its own code."""
+    """Before its first step, where stock DeepSpeed loads wrong state or fails in its own code; one rank says why."""
     arguments = ("--layers", "4", "--steps", "4", "--save-every", "4", "--describe")
     saved = reference(4, 1, 8, *arguments, script=TRAIN_GPT, **BF16_ZERO, **ADAMW).out / "checkpoints"
     config = write_config(tmp_path, {}, 8, **BF16_ZERO, **ADAMW)
     command = ["--stages", "2", *arguments, "--load", str(saved)]
     result = run_bamboo(tmp_path, 2, command, config, TRAIN_GPT)
     assert result.exit_code != 0 and not result.events("step")
+    why = "is of a job of 4 stages x 1 pipeline, and this one has 2 stages x 1 pipeline"
+    lines = [line for line in result.output.splitlines() if why in line]
+    assert len([line for line in lines if not line.startswith("[bamboo]")]) == 1
+    assert len([line for line in lines if line.startswith("[bamboo] first failure: worker")]) == 1
     assert f"bamboo checkpoints convert {saved} --into FOLDER" in result.output
-    assert "is of a job of 4 stages x 1 pipeline, and this one has 2 stages x 1 pipeline" in result.output
+    assert re.search(r"bamboo_ds: CheckpointError: m0-\w+ tells why$", result.output, re.MULTILINE)
+    assert "bamboo_ds/engine" not in result.output
 
 
 @pytest.mark.integration
@@ -440,6 +446,31 @@ def test_plain_state_of_other_stages_is_never_loaded(tmp_path: Path) -> None:
     check_loadable(str(tmp_path), "step1", Layout(1, 3), zero)  # which loads the weights alone
     with pytest.raises(CheckpointError, match="Without ZeRO DeepSpeed cannot convert"):
         check_loadable(str(tmp_path), "step1", Layout(1, 3), plain)
+
+
+@pytest.mark.parametrize("refusing", [("m0", "m1"), ("m1",)], ids=["all", "one"])
+def test_one_member_tells_why_no_member_loads(
+    tmp_path: Path, refusing: tuple[str, ...], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Before any of them ends. Also those raise it whose own files fit."""
+    write(tmp_path / "step1")
+    met: list[str] = []
+    for member in ("m0", "m1"):
+        layout = Layout(1, 2) if member in refusing else Layout(2, 2)
+        told = {each: "why" * (each in refusing) for each in ("m0", "m1")}
+        transport = SimpleNamespace(
+            exchange=lambda own, told=told, member=member: {**told, member: own and "why"},
+            barrier=lambda member=member: met.extend([member, *caplog.messages]),
+        )
+        epoch = SimpleNamespace(member=member, transport=transport)
+        context: Any = SimpleNamespace(epoch=epoch, layout=layout)
+        nothing: Any = None
+        with pytest.raises(CheckpointError, match=r"^why$") as error:
+            Loader(context, nothing, nothing)._check(str(tmp_path), "step1", Loading(universal=False, zero=True))
+        assert error.value.told_by == refusing[0]
+        assert met == [member, *(["why"] if member == refusing[0] else [])]
+        met.clear()
+        caplog.clear()
 
 
 def test_the_list_is_still_there(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,12 @@ from hypothesis import strategies as st
 
 from bamboo_ds.engine.iteration.corruption import Corruption
 from bamboo_ds.engine.iteration.votes import StateCopy, judge
+from bamboo_ds.engine.replicas.replica import checksums, combined, shared_checksum
 from bamboo_ds.engine.stage.commit import Committed, Contribution, Form, decode, encode
+from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.engine.stage.work import Verification
-from bamboo_ds.errors import EXIT_CORRUPT, Corrupt
+from bamboo_ds.errors import EXIT_CORRUPT, CopiesDiffer, Corrupt
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, with_redundancy
 from bamboo_ds.topology.planner import takeover
 from bamboo_ds.worker.exit import exit_code_of
@@ -62,6 +65,15 @@ def test_two_of_three_agree() -> None:
         assert judge(layout, votes).odd == (StateCopy(Role(0, 0), True),)
 
 
+def test_more_than_any_other_is_enough() -> None:
+    """Two of four, of which the others differ from each other, too; and only two alike are a vote."""
+    layout = Layout(2, 1)
+    wrong = StateCopy(Role(0, 0), False), StateCopy(Role(1, 0), False)
+    assert judge(layout, held(layout, R00=1, R10=2)).odd == wrong
+    several = judge(layout, held(layout, O00=1, R00=2, O10=3, R10=4))
+    assert several.split == (Role(0, 0), Role(1, 0)) and not several.odd and not several.right
+
+
 def test_a_replica_that_was_copied_from_a_wrong_owner_goes_with_it() -> None:
     layout = Layout(3, 1)
     assert judge(layout, held(layout, O10=1, R10=1)).odd == (StateCopy(Role(1, 0), False), StateCopy(Role(1, 0), True))
@@ -80,6 +92,13 @@ def test_where_none_is_that_of_most() -> None:
 def test_where_owner_and_replica_are_all(layout: Layout) -> None:
     """Nobody can tell; of a shard of ZeRO neither, and other slices have other weights."""
     verdict = judge(layout, held(layout, O01=1))
+    assert not verdict.odd and not verdict.split and not verdict.decided
+
+
+def test_where_others_tell_nothing() -> None:
+    """Owner and replica of one role are all that vote: as with one pipeline."""
+    owner, replica = StateCopy(Role(0, 0), True), StateCopy(Role(0, 0), False)
+    verdict = judge(Layout(2, 1), {owner: 1, replica: 2})
     assert not verdict.odd and not verdict.split and not verdict.decided
 
 
@@ -102,6 +121,29 @@ def test_less_than_half_are_found(data: st.DataObject, pipelines: int, stages: i
     verdict = judge(layout, votes)
     assert set(verdict.odd) == wrong and not verdict.split
     assert all(verdict.right[copy.role] == copy.role.stage for copy in wrong)
+
+
+def test_what_a_checksum_is_of() -> None:
+    """Each bit of parameters and of the optimizer's state counts; buffers are a pipeline's own."""
+    module = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.BatchNorm1d(2))
+    adam = torch.optim.Adam(module.parameters())
+    module(torch.arange(6.0).view(3, 2)).square().sum().backward()
+    adam.step()
+    nothing: Any = None
+    runtime = StageRuntime(Role(0, 0), owned=True, attributes={"module": module, "optimizer": adam})
+    runtime.optimizer = PlainOptimizer(nothing, nothing, runtime)
+    before = checksums(runtime)
+    kinds = set()
+    for number, (name, tensor) in enumerate(runtime.named_tensors()):
+        bits = tensor.detach().view(-1)[-1:].view(torch.uint8)
+        bits[:1].bitwise_xor_(1)
+        after = checksums(runtime)
+        assert [at for at, pair in enumerate(zip(before, after, strict=True)) if pair[0] != pair[1]] == [number], name
+        own, shared = (check(after) != check(before) for check in (combined, partial(shared_checksum, runtime)))
+        assert own and shared is not name.startswith("buffer "), name
+        kinds.add(name.partition(" of ")[0] if name.startswith("state") else name.partition(" ")[0])
+        bits[:1].bitwise_xor_(1)
+    assert kinds == {"parameter", "buffer", "state exp_avg", "state exp_avg_sq", "state step"}
 
 
 def test_checksums_in_the_commit() -> None:
@@ -163,6 +205,12 @@ def test_a_right_replica_of_a_wrong_owner_counts_again() -> None:
     event, _ = told
     assert (event["member_id"], event["role"], event["copy_of"]) == ("m2", [0, 1], "owner")
     assert event["tensors"] == ["parameter 0.weight"]
+    wrong, _ = member_with("m0", {role: ["parameter 0.weight"]})
+    wrong.binding.runtimes[role].verification.shared = 9
+    silent = committed(O01=1)
+    del silent.held[role, False]
+    assert wrong.settle(silent, PLAN, False) == {role}
+    assert not wrong.binding.runtimes[role].verification.valid, "it has not voted, and has other state than most"
     unsure, told = member_with("m0", {role: ["buffer 0.mean"]})
     assert not unsure.settle(committed(), PLAN, False) and not told
     assert not unsure.binding.runtimes[role].verification.valid
@@ -180,6 +228,13 @@ def test_a_member_with_wrong_state_does_not_go_on() -> None:
     with pytest.raises(Corrupt, match=r"replica of stage 1 of pipeline 0.*after step 4: state exp_avg of 0\.weight"):
         shadow.settle(committed(R01=1), PLAN, False)
     assert [event.get("member_id") for event in told] == ["m0", None]
+
+
+def test_a_split_vote_ends_all() -> None:
+    shadow, told = member_with("m0", {Role(0, 1): ["parameter 0.weight"]})
+    with pytest.raises(CopiesDiffer, match="cannot be told which"):
+        shadow.settle(committed(O01=1, R01=1), PLAN, False)
+    assert not told
 
 
 def test_an_heir_is_not_taken_for_who_was_wrong() -> None:

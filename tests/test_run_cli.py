@@ -15,9 +15,11 @@ import subprocess
 import sys
 import termios
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import click
 import psutil
 import pytest
 from click.testing import CliRunner
@@ -513,6 +515,24 @@ def test_the_list_of_commands_has_whole_sentences() -> None:
         told = " ".join((command.help or "").replace("\b", " ").split())
         sentence = told.partition(". ")[0].rstrip(".")
         assert f" {name} {sentence}." in shown, name
+
+
+def commands(group: click.Group, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], click.Command]]:
+    """All commands below ``group``, by their words."""
+    for name, command in group.commands.items():
+        yield (*path, name), command
+        if isinstance(command, click.Group):
+            yield from commands(command, (*path, name))
+
+
+@pytest.mark.parametrize("words", [words for words, _ in commands(main.cli)], ids=" ".join)
+def test_help_says_the_one_use_first(words: tuple[str, ...]) -> None:
+    """One sentence, right after the usage, and short."""
+    done = CliRunner().invoke(main.cli, [*words, "--help"])
+    assert done.exit_code == 0
+    usage, use, *_ = (" ".join(paragraph.split()) for paragraph in done.output.split("\n\n"))
+    assert usage.startswith("Usage: ") and use[0].isupper() and use.endswith(".")
+    assert ". " not in use and len(use) <= 120, use
 
 
 # -- the files of running jobs ------------------------------------------------------------------------

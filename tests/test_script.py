@@ -133,6 +133,27 @@ def test_a_script_runs_as_by_itself(tmp_path: Path, ending: str) -> None:
         assert watched.stderr.splitlines()[last:] == alone.stderr.splitlines()[last:]
 
 
+REFUSED = """
+from bamboo_ds.config import parse_block
+def begin(block):
+    parse_block(block)
+begin({"nonsense": 1})
+"""
+
+
+@pytest.mark.integration
+def test_an_error_that_says_what_to_do_is_shown_with_the_scripts_lines_alone(tmp_path: Path) -> None:
+    """Not with those of the package, nor with what it was made of."""
+    (tmp_path / "train.py").write_text(REFUSED)
+    env = {**environment(), "PYTHONPATH": str(SUPPORT.parents[1])}
+    command = [sys.executable, *STUB, "train.py"]
+    done = subprocess.run(command, env=env, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 1
+    assert 'train.py", line 5, in <module>' in done.stderr and 'train.py", line 4, in begin' in done.stderr
+    assert "bamboo_ds/" not in done.stderr and "direct cause" not in done.stderr
+    assert done.stderr.count("bamboo.nonsense") == 1 and "ConfigError: " in done.stderr
+
+
 def signals() -> None:
     """As a shell in the foreground starts a program."""
     import signal
@@ -161,3 +182,6 @@ for _ in range(2):
 def test_a_worker_that_exits_in_whatever_way_ends_the_job(tmp_path: Path, end: str) -> None:
     result = run_text(tmp_path, FAILS.replace("END", end), exit_code=3)
     assert "it fails" in result.output
+    (failed,) = result.events("member_failed")
+    assert (failed["rank"], failed["exit_code"], failed["reason"]) == (1, 3, "exit")
+    assert "[bamboo] first failure: worker m1" in result.output

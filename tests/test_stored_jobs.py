@@ -11,6 +11,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -75,6 +76,15 @@ def assert_no_secret(folder: Path) -> None:
             raise AssertionError(f"the secret is in {path}")
 
 
+def assert_secret_is_not_told(job: RunningJob) -> None:
+    """Neither on a command line of the job's processes, nor in etcd."""
+    commands = [process.cmdline() for process in psutil.Process(job.process.pid).children(recursive=True)]
+    assert not [words for words in commands if SECRET in " ".join(words)]
+    (data,) = {Path(words[words.index("--data-dir") + 1]) for words in commands if "--data-dir" in words}
+    content = b"".join(path.read_bytes() for path in data.rglob("*") if path.is_file())
+    assert f"/bamboo/{job.name}/".encode() in content and SECRET.encode() not in content
+
+
 def test_a_fatal_loss_takes_the_job_back_to_the_store(tmp_path: Path, reference: Reference, url: str) -> None:
     """Nothing of the job's own is in a folder; two are kept, and are whole."""
     result = lose_a_stage(tmp_path, (1, 2), ("--dropout", "0.1", "--count-samples"), checkpoint={"dir": url})
@@ -113,6 +123,7 @@ def test_training_goes_on_without_the_store(
         file = write_config(tmp_path, {"checkpoint": {"every_s": 0.3, "dir": f"s3://{BUCKET}/run"}}, 4)
         with RunningJob(tmp_path, 2, ["--stages", "2", *slow_until(go, 0.2)], file) as job:
             job.wait_for("a checkpoint", lambda: bool(saved(job)))
+            assert_secret_is_not_told(job)
             server.kill()
             before = len(saved(job))
             job.wait_for("a failure that is told", lambda: bool(job.events("checkpoint_failed")))
@@ -127,6 +138,7 @@ def test_training_goes_on_without_the_store(
     assert result.exit_code == 0, result.output[-5000:]
     assert not result.events("member_lost") and not result.events("restart")
     assert_computed(result, reference(2, 1, 4, *result.length))
+    assert_no_secret(tmp_path)
 
 
 @pytest.mark.exhaustive

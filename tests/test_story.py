@@ -308,6 +308,13 @@ def test_summary() -> None:
     assert summary(story.job)[0] == "not finished; newest step: 2", "a job that goes on in the same file"
 
 
+def test_steps_after_a_restart_have_the_number_that_scripts_and_folders_have() -> None:
+    story, first = Story(), step(7, 1)
+    again = [first.model_copy(update={"global_step": 41}), step(8, 2).model_copy(update={"global_step": 42})]
+    assert "12:00:07 training: step 1 (41 for DeepSpeed) took 1.2 s" in told(story, [*begun()[:-2], *again])
+    assert summary(story.job)[0] == "not finished; newest step: 2 (42 for DeepSpeed)"
+
+
 # -- files ---------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,7 @@ State = Literal["ok", "warning", "problem"]
 
 @dataclass(frozen=True)
 class Finding:
-    """One line; ``cure`` is empty if all is well."""
+    """One line; ``cure`` is empty if all is well, or if what is found says it."""
 
     check: str
     state: State
@@ -115,7 +115,7 @@ def configuration(patient: Patient) -> Iterator[Finding]:
         yield Finding("configuration", "ok", f"{patient.config}, redundancy {block.redundancy.mode.value}")
 
 
-def store(patient: Patient) -> Iterator[Finding]:
+def etcd(patient: Patient) -> Iterator[Finding]:
     """etcd: whether it answers, how fast, and what one may do there."""
     if patient.store == EMBEDDED:
         from ..store.embedded import find_etcd
@@ -275,7 +275,7 @@ def stores_of_checkpoints(patient: Patient) -> Iterator[Finding]:
 
 
 CHECKS: tuple[Check, ...] = (
-    *(versions, configuration, stores_of_checkpoints, store, clock),
+    *(versions, configuration, stores_of_checkpoints, etcd, clock),
     *(address, compiler_locks, disk, limits, devices),
 )
 
@@ -286,7 +286,7 @@ def examine(patient: Patient, checks: tuple[Check, ...] = CHECKS) -> Iterator[Fi
         try:
             yield from check(patient)
         except BambooError as error:
-            yield Finding(check.__name__.replace("_", " "), "problem", str(error), "see there")
+            yield Finding(check.__name__.replace("_", " "), "problem", str(error))
 
 
 @click.command()
@@ -297,7 +297,8 @@ def examine(patient: Patient, checks: tuple[Check, ...] = CHECKS) -> Iterator[Fi
 def doctor(store: str, address: str | None, config: Path | None, as_json: bool) -> None:
     """Look for what would keep a job on this host from starting or from surviving a loss, and say the cure.
 
-    Exit code 1 if there is a problem. Nothing is changed, but for one key in etcd that is written and removed.
+    Exit code 1 if there is a problem. Nothing is changed, but for one key in etcd, and one object in each store of
+    checkpoints that --config names, which are written and removed.
     """
     findings = list(examine(Patient(store, address, config)))
     if as_json:

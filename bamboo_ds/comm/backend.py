@@ -35,8 +35,8 @@ _HELD = 256
 def register() -> None:
     """Register the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
-        own = torch.accelerator.current_accelerator()
-        devices = sorted({"cpu", "cuda", "cpu" if own is None else own.type})
+        # Asks no device. What torch 2.6 has in torch.accelerator fails where its devices are not there.
+        devices = sorted({"cpu", "cuda", torch._C._get_accelerator().type})
         dist.Backend.register_backend(NAME, _create, extended_api=True, devices=devices)
         dist.get_backend = registry.get_backend = naming_what_scripts_know(registry.get_backend)
         dist.monitored_barrier = registry.monitored_barrier = not_asking_for_devices(registry.monitored_barrier)

@@ -10,11 +10,17 @@ import io
 import os
 import runpy
 import sys
+import traceback
 import zipfile
 from collections.abc import Sequence
 from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
+
+from ..errors import UserError
+
+#: Whose frames do not help where an error says what to do.
+_PACKAGES = {"bamboo_ds", "deepspeed", "torch"}
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -68,7 +74,22 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
         trace = own.tb_next
         while trace is not None and trace.tb_frame.f_globals.get("__name__") == "runpy":
             trace = trace.tb_next
-    sys.__excepthook__(kind, error.with_traceback(trace), trace)
+    if isinstance(error, UserError) and error.told_by is not None:
+        sys.stderr.write(f"bamboo_ds: {kind.__name__}: {error.told_by} tells why\n")
+    elif isinstance(error, UserError):
+        shown = ["Traceback (most recent call last):\n", *_of_the_script(trace)]
+        sys.stderr.write("".join([*shown, *traceback.format_exception_only(kind, error)]))
+    else:
+        sys.__excepthook__(kind, error.with_traceback(trace), trace)
+
+
+def _of_the_script(trace: TracebackType | None) -> list[str]:
+    """The frames of ``trace`` down to where the script calls a package."""
+    frames = 0
+    each = trace
+    while each is not None and str(each.tb_frame.f_globals.get("__name__")).partition(".")[0] not in _PACKAGES:
+        each, frames = each.tb_next, frames + 1
+    return traceback.format_tb(trace, frames) if frames else traceback.format_tb(trace)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from . import events as ev
 from .event_base import Role
 from .model import JobModel, Learned
 from .view import LossView, LostMember, Moved, StoryLine, ToldPlan
-from .words import counted, duration, how, listed, stages
+from .words import counted, duration, how, listed, numbered, stages
 
 #: Roles up to which the line about the start names every owner.
 _LISTED = 8
@@ -122,7 +122,7 @@ class Story:
                     seconds, what = news.replicas_back
                     yield f"all stages have replicas again {duration(seconds)} after the {what}"
             case ev.Step() if news.first_step:
-                yield f"training: step {event.step} took {duration(event.seconds)}"
+                yield f"training: {_step(event)} took {duration(event.seconds)}"
             case ev.Restart():
                 slots = ", ".join(map(str, event.slots))
                 yield f"restart {event.number} on slots {slots}, from {event.checkpoint or 'the beginning'}"
@@ -225,7 +225,5 @@ def _by_heir(moved: Iterable[Moved]) -> Iterable[tuple[str, list[Role]]]:
     return found.items()
 
 
-def _step(event: ev.CheckpointSaved | ev.CheckpointFailed) -> str:
-    """The job's step, and DeepSpeed's if the job has begun with a checkpoint, by which its folder may be named."""
-    count = event.global_step
-    return f"step {event.step}" + (f" ({count} for DeepSpeed)" if count not in (None, event.step) else "")
+def _step(event: ev.Step | ev.CheckpointSaved | ev.CheckpointFailed) -> str:
+    return f"step {numbered(event.step, event.global_step)}"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from ..errors import EXIT_FATAL_LOSS
 from .logfiles import last_lines
 from .model import JobModel
-from .words import counted, duration, how
+from .words import counted, duration, how, numbered
 
 #: Of a log.
 _LINES = 20
@@ -34,8 +34,9 @@ def summary(job: JobModel) -> list[str]:
     if totals.corrupt:
         losses += f"; {counted(totals.corrupt, 'wrong copy', 'wrong copies')} of stages"
     came = f"joined: {totals.joined}; left: {totals.left}"
+    newest = numbered(step.step, step.global_step) if step is not None else "none"
     return [
-        f"{ended}; newest step: {step.step if step is not None else 'none'}",
+        f"{ended}; newest step: {newest}",
         losses,
         f"{came}; checkpoints: {totals.checkpoints}; restarts: {totals.restarts}",
     ]

@@ -33,6 +33,11 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 9.95 else f"{seconds:.1f} s" if seconds >= 0.995 else f"{seconds:.2f} s"
 
 
+def numbered(step: int, count: int | None) -> str:
+    """``3``; ``3 (43 for DeepSpeed)`` where its ``count`` goes on from a checkpoint, as in folders' names."""
+    return f"{step}" + (f" ({count} for DeepSpeed)" if count not in (None, step) else "")
+
+
 def listed(words: Sequence[str]) -> str:
     """``a, b and c``."""
     return " and ".join([", ".join(words[:-1]), words[-1]]) if len(words) > 1 else "".join(words)

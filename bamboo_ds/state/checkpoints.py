@@ -39,7 +39,7 @@ from urllib.parse import unquote
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError
 
-from ..errors import BambooError
+from ..errors import UserError
 from ..topology.roles import Layout
 from .intervals import LossRate
 
@@ -66,7 +66,7 @@ _CHUNK = 1 << 22
 Location = Path | str
 
 
-class CheckpointError(BambooError, RuntimeError):
+class CheckpointError(UserError, RuntimeError):
     """A checkpoint cannot be used, or written, or a tag or id cannot name one."""
 
 

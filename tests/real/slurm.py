@@ -7,6 +7,7 @@ import re
 import shutil
 import socket
 import subprocess
+import tempfile
 from pathlib import Path
 
 from ..support.etcd import wait_until
@@ -23,7 +24,7 @@ AuthType=auth/munge
 AuthInfo=socket={folder}/munge,cred_expire=30
 CredType=cred/munge
 StateSaveLocation={folder}/state
-SlurmdSpoolDir={folder}/spool-%n
+SlurmdSpoolDir={spool}/%n
 SlurmctldPidFile={folder}/slurmctld.pid
 SlurmdPidFile={folder}/slurmd-%n.pid
 SlurmctldLogFile={folder}/slurmctld.log
@@ -57,6 +58,8 @@ class Slurm:
     def __init__(self, folder: Path, machines: Machines, hosts: int) -> None:
         self._folder, self._machines, self._hosts = folder, machines, hosts
         self._file = folder / "slurm.conf"
+        # Names of sockets there must not be longer than 108 characters.
+        self._spool = Path(tempfile.mkdtemp(prefix="bamboo-slurm-"))
         self.variables = {"SLURM_CONF": str(self._file)}
         self._servers: list[subprocess.Popen[bytes]] = []
 
@@ -73,6 +76,7 @@ class Slurm:
                 outside=machines.outside,
                 port=free_port(),
                 folder=folder,
+                spool=self._spool,
                 nodes=nodes,
             )
         )
@@ -104,6 +108,7 @@ class Slurm:
             except subprocess.TimeoutExpired:
                 server.kill()
                 server.wait()
+        shutil.rmtree(self._spool)
 
     def _start(self, name: str, command: list[str]) -> None:
         path = f"/usr/sbin:{os.environ['PATH']}"

@@ -36,11 +36,11 @@ class _Server:
         env = {**os.environ, "OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu", "PYTHONUNBUFFERED": "1"}
         with theirs:
             self._process = subprocess.Popen([sys.executable, str(SERVER)], env=env, stdin=theirs)
-        atexit.register(self.close)
         self._ours.settimeout(_IMPORTS_S)
         hello, fds, _, _ = socket.recv_fds(self._ours, 1 << 16, 1)
         assert hello, "the fork server has failed, see its output"
         self._stock = socket.socket(fileno=fds[0])
+        atexit.register(self.close)
         self.problem: str = json.loads(hello)["problem"]
         server = psutil.Process(self._process.pid)
         self.pids = {server.pid, *(child.pid for child in server.children())}

@@ -382,7 +382,9 @@ class Agent:
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death
         self._write_progress()
-        if departure.outcome == "failed":
+        # Its worker may have lingered until the job, which had been told of the failure, has ended it.
+        stop = self._slot.stop
+        if departure.outcome == "failed" or (stop is not None and stop.by == self._id):
             error = self._exit_notice.reason if self._exit_notice else None
             tell_failure(self._events, self._settings, self._slot.epoch, departure, error, self._output.path)
         self._coordinator.leave(departure, self._stop_of(departure))

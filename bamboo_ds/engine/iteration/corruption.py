@@ -61,7 +61,7 @@ class Corruption(InContext):
         assert plan is not None
         for role in verdict.decided & self.replication.differing.keys():
             runtime = self.binding.runtimes.get(role)
-            if runtime is not None and StateCopy(role, True) in verdict.odd:
+            if runtime is not None:
                 runtime.verification.valid = runtime.verification.shared == verdict.right[role]
         for copy in verdict.odd:
             self._tell(copy, verdict, plan)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -17,7 +18,7 @@ from ...state.locations import Places
 from ...state.own import newest_of, own_location
 from ...state.places import CheckpointPlace
 from ...state.publish import put_back, take_over
-from ...state.universal import check_loadable
+from ...state.universal import Loading, check_loadable
 from ..checkpoints.kept import keeping_types, load_kept
 from ..context.records import CurrentEpoch
 from ..context.shared import InContext
@@ -25,6 +26,8 @@ from ..iteration.replication import Replication
 from ..recovery.copies import Copies
 from ..stage.answers import ignore
 from ..stage.schedulers import SchedulerPosition, settings_of
+
+logger = logging.getLogger("bamboo_ds")
 
 
 @dataclass(eq=False)
@@ -61,7 +64,7 @@ class Loader(InContext):
             folder, tag, args, kwargs: as DeepSpeed's.
             position: that of the script's scheduler, if it has taken steps already.
         """
-        check_loadable(folder, tag, self.layout, self.ds.loading(_wants_state(*args, **kwargs)))
+        self._check(folder, tag, self.ds.loading(_wants_state(*args, **kwargs)))
         # The local runtime counts for the script even where others own its role.
         local = self.binding.local
         for runtime in [*(r for r in self.binding.owned() if r is not local), local]:
@@ -85,6 +88,28 @@ class Loader(InContext):
         self.copies.copy_state(self.layout.roles)
         self.progress.changed.clear()
         return result
+
+    def _check(self, folder: str, tag: str | None, how: Loading) -> None:
+        """:func:`check_loadable` on all members, one of which tells why one of them refuses. Collective.
+
+        Raises:
+            CheckpointError: one refuses.
+        """
+        refusal = ""
+        try:
+            check_loadable(folder, tag, self.layout, how)
+        except CheckpointError as error:
+            refusal = str(error)
+        told = self.epoch.transport.exchange(refusal)
+        first = next((member for member, text in told.items() if text), None)
+        if first is None:
+            return
+        if first == self.epoch.member:
+            logger.error("%s", told[first])
+        self.epoch.transport.barrier()  # the end of a worker ends the others
+        refused = CheckpointError(told[first])
+        refused.told_by = first
+        raise refused
 
 
 def _wants_state(
