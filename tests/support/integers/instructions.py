@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from typing import Any
 
 from bamboo_ds.engine.context.lanes import assists
-from bamboo_ds.schedule import Held, PartProgress, syncs, ways
+from bamboo_ds.schedule import Held, PartProgress, ways
 from bamboo_ds.topology import Role
 
 from .members import Job, Member, Part, Runtime, Waits
@@ -181,12 +181,18 @@ class Instructions:
         if count not in part.marks:
             return
         part.marks.remove(count)
-        if not syncs(member.plan, step.role) or self._random.random() < 0.2:  # passes come first on the network
+        whom = self.users(member, runtime)
+        assert whom or self._layout.slices > 1, f"nobody could use sums of {step.role}"
+        if self._random.random() < 0.2:  # passes come first on the network
             return
         if self._layout.slices > 1:
             member.hold(step.role, member.step, part.begin, part.end, part.fold)
-        for whom in self._holders(member, step.role) if runtime.owned else [member.plan.owner(step.role)]:
-            member.epoch.sent["Sums", whom, step.role].append((member.step, part.begin, part.end, part.fold))
+        for each in whom:
+            member.epoch.sent["Sums", each, step.role].append((member.step, part.begin, part.end, part.fold))
+
+    def users(self, member: Member, runtime: Runtime) -> list[str]:
+        """Those that could use sums of a role, which a member computes all or a part of."""
+        return self._holders(member, runtime.role) if runtime.owned else [member.plan.owner(runtime.role)]
 
     def _send_changes(self, member: Member, step: Step) -> None:
         member.epoch.sent["Changes", member.plan.shadow(step.role), step.role].append(())

@@ -20,6 +20,7 @@ from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Role, without_copies
 
 from .case import Fatal
+from .furthest import check_furthest
 from .members import Job, Member, Runtime
 
 
@@ -143,6 +144,8 @@ class Recovery:
         if again:
             assert decision == epoch.decision, f"{name} decides otherwise: {decision}, {epoch.decision}"
             return decision
+        if decision.mode == "resume" and self._random.random() < 0.3:
+            self._counts["furthest"] += check_furthest(self._case, plan, reports, decision)
         if decision.mode == "resume" and all_in_iteration(reports, decision.step):
             epoch.begins = decision.step - 1, True
         elif all_at_boundary(reports, decision.step):

@@ -256,6 +256,12 @@ class World:
 
     def _finish(self, member: Member) -> None:
         """The commit of an iteration has taken place: steps."""
+        decision = member.epoch.decision
+        if decision is None or decision.step != member.step:  # else a loss may have come before they were sent
+            for runtime in member.runtimes.values():
+                used = (runtime.owned or runtime.helps) and self._instructions.users(member, runtime)
+                unsent = [part.marks for part in runtime.parts if part.marks and used]
+                assert not unsent, f"sums of {runtime.role} after {unsent} micro-batches were not sent"
         for step in self._begun(member.plan).commit(member.name)[1:]:
             runtime = member.runtimes.get(step.role)
             if step.kind == "StepReplica" and runtime is None:
