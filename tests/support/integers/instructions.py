@@ -125,7 +125,7 @@ class Instructions:
         if self._case.mode == "eager-brc" and not step.begin and member.epoch.resumed is None:
             before = self._layout.predecessor(step.role)
             if assists(member.plan, before):
-                member.epoch.sent["Shadow", member.plan.shadow(before), before].append(step.m)
+                member.epoch.sent["Shadow", member.plan.shadow(before), before, member.step].append(step.m)
 
     def _recv_activation(self, member: Member, step: Step) -> Iterator[Waits]:
         queue = member.epoch.sent["F", member.name, step.role, step.begin]
@@ -265,7 +265,7 @@ class Instructions:
             return False
         if role.stage == self._layout.stages - 1:
             return True
-        queue = member.epoch.sent["Shadow", member.name, role]
+        queue = member.epoch.sent["Shadow", member.name, role, member.step]
         while queue and queue[0] < part.backwards:
             queue.popleft()
         return bool(queue) and self._random.random() < 0.7

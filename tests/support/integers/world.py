@@ -257,7 +257,7 @@ class World:
     def _finish(self, member: Member) -> None:
         """The commit of an iteration has taken place: steps."""
         decision = member.epoch.decision
-        if decision is None or decision.step != member.step:  # else a loss may have come before they were sent
+        if decision is None or member.step > decision.step:  # else a loss may have come before they were sent
             for runtime in member.runtimes.values():
                 used = (runtime.owned or runtime.helps) and self._instructions.users(member, runtime)
                 unsent = [part.marks for part in runtime.parts if part.marks and used]
