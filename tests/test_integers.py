@@ -11,6 +11,8 @@ from random import Random
 
 import pytest
 
+from bamboo_ds.topology import Lent
+
 from .support.integers import Case, Fatal, Leader, World, check_end
 
 pytestmark = pytest.mark.claim("reference/guarantees.md")
@@ -136,6 +138,27 @@ def test_a_second_loss_in_each_step_of_the_recovery(case: Case) -> None:
                 found += lost(World(case, Random(first)), [first, cut], Random(cut), what, *names)
     assert found["losses"] > 500 and found["resume"] > found["losses"] / 3
     assert bool(found["fatal"]) == (case.pipelines == 1) and bool(found["clones"]) == (case.pipelines > 1)
+
+
+def test_one_that_has_computed_both_parts_of_a_role_gets_one_of_them_as_its_shadow() -> None:
+    """In one iteration: a role is divided, then its owner computes all of it, then owner and shadow change places."""
+    found = Counter[str]()
+    for seed in range(60):
+        random = Random(seed)
+        world = World(Case(1, 3, 3, lends=True, mode="lazy"), random)
+        divided = replace(world.plan, epoch=3, lent=(Lent(1, 2, random.choice(("front", "rear"))),))
+        alone = replace(divided, epoch=4, lent=())
+        owners, shadows = list(divided.owners), list(divided.shadows)
+        owners[1], shadows[1] = str(shadows[1]), owners[1]
+        changed = replace(divided, epoch=5, owners=tuple(owners), shadows=tuple(shadows))
+        for plan in (divided, alone, changed):
+            world.interrupt(plan)
+            world.run(random.randrange(15, 45))
+            both = len(world.members["m1"].runtimes[world.layout.role(1)].parts) == 2
+            found["both"] += both and plan is alone
+        world.run()
+        check_end(world)
+    assert found["both"] > 10, found
 
 
 def test_drawn_jobs_with_several_losses() -> None:

@@ -72,16 +72,10 @@ class Leader:
         if not (world.settled and shadowed):
             return False
         owners, shadows = list(plan.owners), list(plan.shadows)
-        moved = random.sample(shadowed, min(len(shadowed), random.choice((1, 1, 2))))
-        for rank in moved:
+        for rank in random.sample(shadowed, min(len(shadowed), random.choice((1, 1, 2)))):
             owners[rank], shadows[rank] = str(shadows[rank]), owners[rank]
         changed = replace(plan, epoch=plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), lost=())
-        changed = lent(changed, world.case, random)
-        if random.random() < 0.5:  # what moves within an iteration is not divided in it
-            parts = tuple(each for each in changed.lent if each.rank not in moved)
-            self._write(replace(changed, lent=parts, immediate="iteration"))
-        else:
-            self._write(replace(changed, immediate=False))
+        self._write(replace(lent(changed, world.case, random), immediate=random.choice((False, "iteration"))))
         return True
 
     def _write(self, plan: Plan) -> None:
