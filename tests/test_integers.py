@@ -77,9 +77,25 @@ def elastic(seed: int) -> Counter[str]:
     world = World(case, random, draw=seed // ALIKE)
     leader, size = Leader(world), case.layout.size
     acts = random.choices(("lose", "join", "leave", "exchange", "improve"), (4, 2, 1, 2, 6), k=random.randint(3, 9))
+    return changed(world, leader, [(act, random.choice((4 * size, 40 * size))) for act in acts], f"seed {seed}")
+
+
+def moving(seed: int) -> Counter[str]:
+    """A job whose roles move within iterations, so that they go on from all kinds of places; what has happened."""
+    random, drawing = Random(seed), Random(seed // ALIKE)
+    case = replace(drawn(drawing), every=drawing.choice((0, 1, 1, 1, 2)), copies=False)
+    case = replace(case, mode="lazy") if case.mode == "none" else case
+    world = World(case, random, draw=seed // ALIKE)
+    acts = [random.choice(("move", "move", "move", "lose")) for _ in range(random.randint(2, 5))]
+    return changed(world, Leader(world), [(act, 16 * case.layout.size) for act in acts], f"seed {seed}")
+
+
+def changed(world: World, leader: Leader, acts: list[tuple[str, int]], what: str) -> Counter[str]:
+    """What has happened in ``world``, where ``acts`` come after so many instructions at most."""
+    random = world.random
     try:
-        for act in acts:
-            if world.run(random.randrange(random.choice((4 * size, 40 * size))), to_commit=random.random() < 0.1):
+        for act, most in acts:
+            if world.run(random.randrange(most), to_commit=random.random() < 0.1):
                 break
             if act == "lose":
                 leader.lose([random.choice(sorted(world.members))])
@@ -89,7 +105,7 @@ def elastic(seed: int) -> Counter[str]:
     except Fatal:
         return world.counts + Counter(fatal=1)
     except AssertionError as error:
-        raise AssertionError(f"seed {seed}, {case}, {acts}: {error}") from error
+        raise AssertionError(f"{what}, {world.case}, {acts}: {error}") from error
     check_end(world)
     return world.counts
 
@@ -170,6 +186,14 @@ def test_drawn_jobs_with_several_losses() -> None:
     assert found["losses"] > 1600
 
 
+def test_drawn_jobs_whose_roles_move_within_iterations() -> None:
+    found = Counter[str]()
+    for seed in range(800):
+        found += moving(seed)
+    kinds = ("losses", "interrupted", "from sums", "furthest", "redone", "redundant BackwardPass", "commit", "clones")
+    assert all(found[kind] > 4 for kind in kinds) and found["interrupted"] > 1000, found
+
+
 def test_drawn_jobs_whose_plans_change() -> None:
     found = Counter[str]()
     for seed in range(640):
@@ -183,4 +207,5 @@ def test_drawn_jobs_whose_plans_change() -> None:
 def test_many_drawn_jobs(part: int) -> None:
     for number in range(2000):
         course(10_000 * part + number)
+        moving(10_000 * part + number)
         elastic(10_000 * part + number)

@@ -64,7 +64,11 @@ class Leader:
         self._write(found.plan)
         return True
 
-    def exchange(self) -> bool:
+    def move(self) -> bool:
+        """As :meth:`exchange`, at once."""
+        return self.exchange(at_once=True)
+
+    def exchange(self, at_once: bool = False) -> bool:
         """Owner and shadow of a role change places, and other parts are lent; whether there was a role for that."""
         world = self._world
         plan, random = world.plan, world.random
@@ -75,7 +79,11 @@ class Leader:
         for rank in random.sample(shadowed, min(len(shadowed), random.choice((1, 1, 2)))):
             owners[rank], shadows[rank] = str(shadows[rank]), owners[rank]
         changed = replace(plan, epoch=plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), lost=())
-        self._write(replace(lent(changed, world.case, random), immediate=random.choice((False, "iteration"))))
+        self._write(
+            replace(
+                lent(changed, world.case, random), immediate="iteration" if at_once or random.random() < 0.5 else False
+            )
+        )
         return True
 
     def _write(self, plan: Plan) -> None:
