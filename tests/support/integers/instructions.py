@@ -179,7 +179,10 @@ class Instructions:
         runtime, count = member.runtimes[step.role], step.m + 1
         part = runtime.part(step.begin)
         if count not in part.marks:
+            decision = member.epoch.decision
+            assert decision is not None and decision.step == member.step, f"{step.role} has no sums of {count} to send"
             return
+        assert part.backwards == count, f"{step.role} sends sums of {count} after {part.backwards}"
         part.marks.remove(count)
         whom = self.users(member, runtime)
         assert whom or self._layout.slices > 1, f"nobody could use sums of {step.role}"

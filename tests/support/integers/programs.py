@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 from bamboo_ds.schedule import (
@@ -89,8 +90,22 @@ class Programs:
         """The program of a member."""
         if member not in self._steps:
             program = member_program(self._plan, member, self._micro_batches, self._given, *self._settings)
-            self._steps[member] = list(self._placed(program))
+            self._steps[member] = steps = list(self._placed(program))
+            for before, step in pairwise(steps):
+                if step.kind in ("RecvActivation", "RecvGrad", "RecvReplica"):
+                    waits = self._settings[0] == "idle" and not self._here(member, step)
+                    assert (before.kind == "FillBubble") == waits, f"{member} does {before} before {step}"
         return self._steps[member]
+
+    def _here(self, member: str, step: Step) -> bool:
+        """Whether what a member receives is there by then: it is its own, or has been kept from before a loss."""
+        source = {"RecvActivation": step.before, "RecvGrad": step.behind}.get(step.kind)
+        if source is None:
+            return False
+        computed, role, begin = source
+        parts = self.done[self._plan.world.rank(role)]
+        since = next(part.since for part in parts if part.begin == begin)
+        return computed == member or (step.kind == "RecvGrad" and step.m < since)
 
     def commit(self, member: str) -> list[Step]:
         """That of a member in an iteration whose commit all have entered."""
