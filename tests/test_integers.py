@@ -179,27 +179,27 @@ def test_one_that_has_computed_both_parts_of_a_role_gets_one_of_them_as_its_shad
 
 def test_drawn_jobs_with_several_losses() -> None:
     found = Counter[str]()
-    for seed in range(1600):
+    for seed in range(800):
         found += course(seed)
     kinds = ("resume", "commit", "behind", "clones", "from sums", "redone", "lacking", "copied", "differs", "fatal")
     assert all(found[kind] for kind in (*kinds, "redundant ForwardPass", "redundant BackwardPass")), found
-    assert found["losses"] > 1600
+    assert found["losses"] > 800
 
 
 def test_drawn_jobs_whose_roles_move_within_iterations() -> None:
     found = Counter[str]()
-    for seed in range(800):
+    for seed in range(320):
         found += moving(seed)
     kinds = ("losses", "interrupted", "from sums", "furthest", "redone", "redundant BackwardPass", "commit", "clones")
-    assert all(found[kind] > 4 for kind in kinds) and found["interrupted"] > 1000, found
+    assert all(found[kind] for kind in kinds) and found["interrupted"] > 400, found
 
 
 def test_drawn_jobs_whose_plans_change() -> None:
     found = Counter[str]()
-    for seed in range(640):
+    for seed in range(320):
         found += elastic(seed)
     kinds = ("losses", "changes", "interrupted", "joined", "left", "copied", "commit", "behind", "lacking")
-    assert all(found[kind] > 4 for kind in kinds), found
+    assert all(found[kind] > 1 for kind in kinds), found
 
 
 @pytest.mark.exhaustive

@@ -42,8 +42,8 @@ TESTS = {
     "rehearsal": ("tests/test_exactness.py",),
     "timing": ("tests/test_simulate.py",),
 }
-#: Seconds of a processor after which a mutant counts as found: something never ends.
-LIMIT_S = 120
+#: Seconds of a processor after which a mutant counts as found, as something never ends: of courses, and of all.
+COURSES_S, LIMIT_S = 30, 150
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -68,12 +68,20 @@ class Mutant:
     Attributes:
         function: where, with the module.
         change: the line as it was and as it is.
-        tree: of the module.
+        original: the module.
+        before, after: the smallest statement in it that differs.
     """
 
     function: str
     change: str
-    tree: ast.Module
+    original: ast.Module
+    before: ast.stmt
+    after: ast.stmt
+
+    def tree(self) -> ast.Module:
+        """The module that differs."""
+        found: ast.Module = _Exchange(self.before, self.after).visit(self.original)
+        return ast.fix_missing_locations(found)
 
 
 def mutants(module: str) -> Iterator[Mutant]:
@@ -86,9 +94,7 @@ def mutants(module: str) -> Iterator[Mutant]:
             _changes(_at(mutated, path))[number]()
             lines = ast.unparse(statement).splitlines(), ast.unparse(mutated).splitlines()
             before, after = next(pair for pair in zip(*lines, strict=True) if pair[0] != pair[1])
-            whole = _Exchange(statement, mutated).visit(copy.copy(tree))
-            ast.fix_missing_locations(whole)
-            yield Mutant(function, f"{before.strip()} -> {after.strip()}", whole)
+            yield Mutant(function, f"{before.strip()} -> {after.strip()}", tree, statement, mutated)
 
 
 def _places(tree: ast.Module, module: str) -> Iterator[tuple[str, ast.stmt, list[int]]]:
@@ -194,11 +200,11 @@ def found(module: ModuleType, mutant: Mutant, courses: int) -> int:
     if not child:
         code = _BY_COURSES
         try:
-            resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+            resource.setrlimit(resource.RLIMIT_CPU, (COURSES_S, LIMIT_S))
             nothing = os.open(os.devnull, os.O_WRONLY)
             os.dup2(nothing, 1)
             os.dup2(nothing, 2)
-            _become(module, mutant.tree)
+            _become(module, mutant.tree())
             code = _tried(module, courses)
         finally:
             os._exit(code)
@@ -213,6 +219,7 @@ def _tried(module: ModuleType, courses: int) -> int:
         for kind, every in ((course, 1), (moving, 1), (elastic, 3)):
             if number % every == 0:
                 kind(7 * number)
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
     tests = TESTS[module.__name__.rpartition(".")[2]]
     options = ["-o", "addopts=", "-m", "not exhaustive", "-x", "-q", "-p", "no:cacheprovider"]
     return _BY_TESTS if pytest.main([*options, *tests]) else _SURVIVED

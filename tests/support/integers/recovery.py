@@ -144,6 +144,10 @@ class Recovery:
         if again:
             assert decision == epoch.decision, f"{name} decides otherwise: {decision}, {epoch.decision}"
             return decision
+        members = [report for report in reports.values() if not report.joining]
+        commits = all(report.entered and report.step == decision.step for report in members)
+        commits &= all(report.repeatable for report in members)
+        assert commits == (decision.mode == "commit"), f"{decision.mode} where {reports} have been told"
         if decision.mode == "resume" and self._random.random() < 0.3:
             self._counts["furthest"] += check_furthest(self._case, plan, reports, decision)
         if decision.mode == "resume" and all_in_iteration(reports, decision.step):
