@@ -1,30 +1,49 @@
-"""Mutants of the schedule, each of which :mod:`tests.test_integers` should find.
+"""Mutants of the schedule: each is found by jobs on integers or by another test, or is known to make no difference.
 
-python -m tests.support.mutants [--courses N] [--module NAME ...] [--line NUMBER ...]
+python -m tests.support.mutants [--courses N] [--module NAME ...] [--function NAME ...]
 
 A mutant differs in one place: a comparison, a sign, a bound, ``and`` for ``or``, ``min`` for ``max``, a condition that
 is turned round, a sum to which nothing is added. Each runs in a process of its own, forked from one that has imported
-torch and DeepSpeed. The list that it prints ends with the survivors: what no job on integers has noticed.
+everything. What the courses of :mod:`tests.test_integers` do not notice the other tests of the module get. It
+fails where a mutant survives that :data:`.survivors.SURVIVORS` does not explain, or one is found that is listed there.
 """
 
 from __future__ import annotations
 
 import ast
 import copy
-import importlib.abc
-import importlib.machinery
+import importlib
 import os
+import resource
 import sys
-import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 from typing import Any
 
 import click
+import pytest
+
+from ..test_integers import course, elastic, moving
+from .survivors import SURVIVORS
 
 ROOT = Path(__file__).parents[2]
-MODULES = ("orders", "program", "progress", "redundant", "settling", "spans", "syncing")
+#: Modules, with the tests that notice what takes longer, or is refused, but leads to the same sums.
+TESTS = {
+    "settling": ("tests/test_sums.py",),
+    "program": ("tests/test_schedule.py",),
+    "progress": ("tests/test_decide.py", "tests/test_schedule.py"),
+    "orders": ("tests/test_orders.py", "tests/test_schedule.py"),
+    "spans": ("tests/test_orders.py", "tests/test_schedule.py"),
+    "redundant": ("tests/test_schedule.py",),
+    "syncing": ("tests/test_sums.py",),
+    "rehearsal": ("tests/test_exactness.py",),
+    "timing": ("tests/test_simulate.py",),
+}
+#: Seconds of a processor after which a mutant counts as found, as something never ends: of courses, and of all.
+COURSES_S, LIMIT_S = 30, 150
 _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
     ast.Lt: ast.LtE,
     ast.LtE: ast.Lt,
@@ -39,24 +58,88 @@ _COMPARISONS: dict[type[ast.cmpop], type[ast.cmpop]] = {
 }
 _OPERATORS: dict[type[ast.operator], type[ast.operator]] = {ast.Add: ast.Sub, ast.Sub: ast.Add}
 _NAMES = {"min": "max", "max": "min", "any": "all", "all": "any"}
-_SURVIVED, _FOUND = 0, 1
+_BY_COURSES, _BY_TESTS, _SURVIVED = 1, 2, 0
 
 
-def mutants(tree: ast.Module) -> Iterator[tuple[int, str, ast.Module]]:
-    """Line, what is different, and the module."""
-    places = [node for node in ast.walk(tree) if _changes(node)]
-    for place in places:
-        for number in range(len(_changes(place))):
-            mutated = copy.deepcopy(tree)
-            twin = next(
-                node for node, original in zip(ast.walk(mutated), ast.walk(tree), strict=True) if original is place
-            )
-            before = ast.unparse(place)
-            _changes(twin)[number]()
-            after = ast.unparse(twin)
-            ast.fix_missing_locations(mutated)
-            first = before.splitlines()[0]
-            yield place.lineno, f"{first[:70]} -> {after.splitlines()[0][:70]}", mutated  # type: ignore[attr-defined]
+@dataclass(frozen=True)
+class Mutant:
+    """A module that differs in one place.
+
+    Attributes:
+        function: where, with the module.
+        change: the line as it was and as it is.
+        original: the module.
+        before, after: the smallest statement in it that differs.
+    """
+
+    function: str
+    change: str
+    original: ast.Module
+    before: ast.stmt
+    after: ast.stmt
+
+    def tree(self) -> ast.Module:
+        """The module that differs."""
+        found: ast.Module = _Exchange(self.before, self.after).visit(self.original)
+        return ast.fix_missing_locations(found)
+
+
+def mutants(module: str) -> Iterator[Mutant]:
+    """All of a module of the schedule."""
+    tree = ast.parse((ROOT / "bamboo_ds" / "schedule" / f"{module}.py").read_text())
+    for function, statement, path in _places(tree, module):
+        node = _at(statement, path)
+        for number in range(len(_changes(node))):
+            mutated = copy.deepcopy(statement)
+            _changes(_at(mutated, path))[number]()
+            lines = ast.unparse(statement).splitlines(), ast.unparse(mutated).splitlines()
+            before, after = next(pair for pair in zip(*lines, strict=True) if pair[0] != pair[1])
+            yield Mutant(function, f"{before.strip()} -> {after.strip()}", tree, statement, mutated)
+
+
+def _places(tree: ast.Module, module: str) -> Iterator[tuple[str, ast.stmt, list[int]]]:
+    """Function, smallest statement, and way from that to each node that could be different."""
+
+    def visit(
+        node: ast.AST, above: ast.AST, names: tuple[str, ...], statement: ast.stmt | None, path: list[int]
+    ) -> Iterator[Any]:
+        if isinstance(node, ast.stmt):
+            statement, path = node, []
+        if isinstance(node, (ast.FunctionDef, ast.ClassDef)):
+            names = (*names, node.name)
+        if isinstance(node, ast.AnnAssign) and isinstance(above, ast.ClassDef):
+            return  # a field's default
+        if statement is not None and _changes(node):
+            yield ".".join(names), statement, path
+        for number, child in enumerate(ast.iter_child_nodes(node)):
+            if child not in getattr(node, "decorator_list", ()):  # sizes of caches
+                yield from visit(child, node, names, statement, [*path, number])
+
+    return visit(tree, tree, (module,), None, [])
+
+
+def _at(node: Any, path: Sequence[int]) -> Any:
+    for number in path:
+        node = list(ast.iter_child_nodes(node))[number]
+    return node
+
+
+class _Exchange(ast.NodeTransformer):
+    """One statement for another; what is above it is copied."""
+
+    def __init__(self, old: ast.stmt, new: ast.stmt) -> None:
+        self._old, self._new = old, new
+
+    def visit(self, node: Any) -> Any:
+        if node is self._old:
+            return self._new
+        if not isinstance(node, (ast.stmt, ast.mod, ast.ExceptHandler)):
+            return node
+        fields = {
+            name: [self.visit(each) for each in value] if isinstance(value, list) else value
+            for name, value in ast.iter_fields(node)
+        }
+        return ast.copy_location(type(node)(**fields), node)
 
 
 def _changes(node: ast.AST) -> list[Any]:
@@ -83,67 +166,88 @@ def _compare(node: ast.Compare, at: int) -> None:
     node.ops[at] = _COMPARISONS[type(node.ops[at])]()
 
 
-class _Mutated(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Imports one module from a tree."""
+def _become(module: ModuleType, tree: ast.Module) -> None:
+    """Make the functions of a module, which others have imported, those of a mutant."""
+    mutant = ModuleType(module.__name__)
+    mutant.__package__ = module.__package__
+    exec(compile(tree, f"<mutant of {module.__name__}>", "exec"), mutant.__dict__)
+    for name, new in vars(mutant).items():
+        old = vars(module)[name]
+        if getattr(new, "__module__", module.__name__) != module.__name__:
+            continue  # imported
+        if isinstance(new, type):
+            for attribute, method in vars(new).items():
+                _transplant(vars(old)[attribute], method)
+        elif not _transplant(old, new):
+            setattr(module, name, new)
 
-    def __init__(self, name: str, tree: ast.Module) -> None:
-        self._name, self._tree = name, tree
 
-    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        return importlib.machinery.ModuleSpec(name, self) if name == self._name else None
+def _transplant(old: Any, new: Any) -> bool:
+    """Have a function do what another one does; whether it is one."""
+    for inner in ("__wrapped__", "func", "fget", "__func__"):
+        if not isinstance(new, FunctionType) and isinstance(getattr(new, inner, None), FunctionType):
+            old, new = getattr(old, inner), getattr(new, inner)
+    if not isinstance(new, FunctionType):
+        return False
+    if not new.__code__.co_freevars:  # what dataclasses make is alike
+        old.__code__, old.__defaults__, old.__kwdefaults__ = new.__code__, new.__defaults__, new.__kwdefaults__
+    return True
 
-    def exec_module(self, module: ModuleType) -> None:
-        exec(compile(self._tree, f"<mutant of {self._name}>", "exec"), module.__dict__)
 
-
-def found(name: str, tree: ast.Module, courses: int, limit_s: float) -> bool:
-    """Whether a mutant fails in one of so many courses, ends in no time, or cannot be imported."""
+def found(module: ModuleType, mutant: Mutant, courses: int) -> int:
+    """By what a mutant is found: it fails, waits for ever, or cannot be imported."""
     child = os.fork()
     if not child:
-        code = _FOUND
+        code = _BY_COURSES
         try:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-            sys.meta_path.insert(0, _Mutated(name, tree))
-            from tests.test_integers import course
-
-            for seed in range(courses):
-                course(seed)
-            code = _SURVIVED
+            resource.setrlimit(resource.RLIMIT_CPU, (COURSES_S, LIMIT_S))
+            nothing = os.open(os.devnull, os.O_WRONLY)
+            os.dup2(nothing, 1)
+            os.dup2(nothing, 2)
+            _become(module, mutant.tree())
+            code = _tried(module, courses)
         finally:
             os._exit(code)
-    end = time.monotonic() + limit_s
-    while time.monotonic() < end:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status) != _SURVIVED
-        time.sleep(0.02)
-    os.kill(child, 9)
-    os.waitpid(child, 0)
-    return True
+    _, status = os.waitpid(child, 0)
+    code = os.waitstatus_to_exitcode(status)
+    return _BY_COURSES if code < 0 else code  # killed where it never ends
+
+
+def _tried(module: ModuleType, courses: int) -> int:
+    """By what the module as it is now is found. Raises whatever a course raises."""
+    for number in range(courses):
+        for kind, every in ((course, 1), (moving, 1), (elastic, 3)):
+            if number % every == 0:
+                kind(7 * number)
+    resource.setrlimit(resource.RLIMIT_CPU, (LIMIT_S, LIMIT_S))
+    tests = TESTS[module.__name__.rpartition(".")[2]]
+    options = ["-o", "addopts=", "-m", "not exhaustive", "-x", "-q", "-p", "no:cacheprovider"]
+    return _BY_TESTS if pytest.main([*options, *tests]) else _SURVIVED
 
 
 @click.command()
 @click.option("--courses", default=300, show_default=True, help="Jobs on integers that each mutant is tried by.")
-@click.option("--limit", "limit_s", default=120.0, show_default=True, help="Seconds after which one counts as found.")
-@click.option("--module", "modules", multiple=True, default=MODULES, show_default=True)
-@click.option("--line", "lines", type=int, multiple=True, help="Only those of these lines.")
-def main(courses: int, limit_s: float, modules: Sequence[str], lines: Sequence[int]) -> None:
+@click.option("--module", "modules", multiple=True, default=tuple(TESTS), show_default=True)
+@click.option("--function", "functions", multiple=True, help="Only of these, as progress.decide.")
+def main(courses: int, modules: Sequence[str], functions: Sequence[str]) -> None:
     """Say which mutants of the schedule are not found."""
-    import deepspeed  # noqa: F401  # before it forks
-    import torch  # noqa: F401
-
-    assert not any(name.startswith("bamboo_ds.schedule") for name in sys.modules)
-    total, survivors = 0, []
+    wrong, listed = 0, {(function, change) for function in SURVIVORS for change in SURVIVORS[function]}
     for module in modules:
-        tree = ast.parse((ROOT / "bamboo_ds" / "schedule" / f"{module}.py").read_text())
-        for line, what, mutated in mutants(tree):
-            if lines and line not in lines:
+        ways = Counter[int]()
+        original = importlib.import_module(f"bamboo_ds.schedule.{module}")
+        for mutant in mutants(module):
+            if functions and mutant.function not in functions:
                 continue
-            total += 1
-            if not found(f"bamboo_ds.schedule.{module}", mutated, courses, limit_s):
-                survivors.append(f"{module}.py:{line}: {what}")
-                click.echo(f"survives: {survivors[-1]}")
-        click.echo(f"{module}: {total} tried so far, {len(survivors)} survive")
+            way, known = found(original, mutant, courses), (mutant.function, mutant.change) in listed
+            ways[way] += 1
+            if (way == _SURVIVED) != known:
+                wrong += 1
+                click.echo(f"{'is found' if known else 'survives'}: {mutant.function}: {mutant.change}")
+            elif way == _BY_TESTS:
+                click.echo(f"by other tests: {mutant.function}: {mutant.change}")
+        told = f"{ways[_BY_COURSES]} by courses, {ways[_BY_TESTS]} by other tests, {ways[_SURVIVED]} survive"
+        click.echo(f"{module}: of {ways.total()} mutants {told}")
+    sys.exit(wrong > 0)
 
 
 if __name__ == "__main__":

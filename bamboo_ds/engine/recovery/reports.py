@@ -222,7 +222,10 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
     ranges = [(0, blocks)] if lent is None else [(0, lent.cut), (lent.cut, blocks)]
     if lent is not None and own.keys() <= {ranges[lent.side == "front"]}:
         side = lent.side
-        theirs = {each: part for each, part in theirs.items() if each == ranges[side == "rear"]}
+        computed = ranges[side == "rear"]
+        # Where it has begun other parts, as an owner before, it begins the role again.
+        again = any(part.forwards for each, part in theirs.items() if each != computed)
+        theirs = {} if again else {each: part for each, part in theirs.items() if each == computed}
     elif own:  # the owner computes all of it, or what is left of it
         theirs = {}
         ranges = list(pairwise(sorted({0, blocks, *(bound for part in own for bound in part)})))
