@@ -219,6 +219,9 @@ def test_differences_are_named_in_order_and_to_the_bit() -> None:
         "own (only the shadow has it)",
     ]
     assert differences({}, {"theirs": "1"}) == ["theirs (only the owner has it)"]
+    named: Any = torch.tensor([1.5, 2.0])
+    named.numel, named.cpu, named.detach = 1, "", None  # attributes of a script's
+    assert differences({"far": named}, {"far": one}) == ["far (by up to 0.5)"]
 
 
 def test_equal_objects_of_two_processes_are_one_text() -> None:

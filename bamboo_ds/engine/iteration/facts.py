@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from ...bare import bare
 from ...topology import Role
 from ..replicas.replica import capture
 from ..stage.beside import Contents
@@ -164,10 +165,11 @@ def only_rounded(mine: Facts, theirs: Facts) -> bool:
 
 def _apart(own: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
     """The largest difference of two tensors of one shape, and the largest number of them."""
+    own, other = bare(own), bare(other)
     if not own.numel():
         return 0.0, 0.0
     wide = torch.complex128 if own.is_complex() else torch.float64
-    first, second = (each.detach().cpu().to(wide) for each in (own, other))
+    first, second = (each.cpu().to(wide) for each in (own, other))
     return (first - second).abs().max().item(), max(first.abs().max().item(), second.abs().max().item())
 
 

@@ -21,6 +21,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 
+from bamboo_ds.bare import bare
 from bamboo_ds.engine.context import records
 from bamboo_ds.engine.iteration import exactness, reduction
 from bamboo_ds.engine.joining import replay
@@ -295,7 +296,7 @@ def plain(script: Script) -> tuple[list[float], dict[Role, dict[str, torch.Tenso
         evaluate()
     return losses, {
         Role(pipeline, stage): {
-            **{f"parameter {name}": parameter.detach() for name, parameter in each.module.named_parameters()},
+            **{f"parameter {name}": bare(parameter) for name, parameter in each.module.named_parameters()},
             **{f"buffer {name}": buffer for name, buffer in each.module.named_buffers()},
         }
         for pipeline, line in enumerate(lines)
