@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import pytest
-
 from .support.mutants import TESTS, mutants
 from .support.survivors import SURVIVORS
-
-pytestmark = pytest.mark.claim("reference/guarantees.md")
 
 
 def test_survivors_are_mutants() -> None:

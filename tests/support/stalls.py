@@ -19,8 +19,9 @@ import psutil
 #: Seconds between two stops, and of one: at least, and at most.
 BETWEEN_S = 0.05, 0.4
 STOP_S = 0.05, 0.5
-#: What runs tests, as its command line tells.
-_RUNNERS = ("pytest", "execnet", "fork_server.py")
+#: What runs tests, by an argument: pytest, a process of pytest-xdist, the server that forks processes of jobs.
+_RUNNERS = ("pytest", "import sys;exec(eval(sys.stdin.readline()))")
+_FORK_SERVER = "fork_server.py"
 
 
 class Stalls(threading.Thread):
@@ -59,9 +60,9 @@ def _may_stop(process: psutil.Process) -> bool:
     """Whether it belongs to a job: not one that runs tests, nor one that a test has stopped."""
     try:
         line = process.cmdline()
-        return (
-            bool(line) and process.status() != psutil.STATUS_STOPPED and not any(r in a for a in line for r in _RUNNERS)
-        )
+        # Jobs' own arguments name folders of pytest's.
+        runs_tests = any(each in _RUNNERS or each.endswith(_FORK_SERVER) for each in line)
+        return bool(line) and not runs_tests and process.status() != psutil.STATUS_STOPPED
     except (psutil.NoSuchProcess, psutil.ZombieProcess):
         return False
 

@@ -1,4 +1,7 @@
-"""Mutants of the schedule that no test finds since they do the same: why, by function and change."""
+"""Mutants of the schedule that do the same, as is argued for each: by function and change.
+
+``python -m tests.support.mutants`` fails for one of them that a test finds.
+"""
 
 from __future__ import annotations
 
