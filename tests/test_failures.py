@@ -37,20 +37,27 @@ def config(folder: Path) -> tuple[str, str]:
     return "--config", str(write_config(folder, {"recovery": {"on_exception": "takeover"}}))
 
 
-def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> None:
-    """The first two have said how they end, and do not: one that fails, and one that has nothing to do any more."""
-    job = start(4, "--grace-s", "1", *config(tmp_path)).run()
+def test_workers_that_have_said_how_they_end_and_do_not(start: Start, tmp_path: Path) -> None:
+    job = start(3, "--grace-s", "1", *config(tmp_path)).run()
     job.tell(1, "linger")
     assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
     assert "has not ended in time" in job.output()
     job.tell(2, "done")
     job.wait(lambda: job.find("done", 2), "it has closed its channel")
     job.kill(job.worker(2))
+    job.finish(1, 2)
+    (lost,) = job.events("member_lost")
+    assert (lost["reason"], lost["detail"]) == ("exit", "RuntimeError: a test says so")
+
+
+def test_an_error_that_comes_back_ends_the_job(start: Start, tmp_path: Path) -> None:
+    job = start(4, *config(tmp_path)).run()
+    job.tell(1, "raise")
+    assert job.wait_epoch(3, 1)["lost"] == [job.member(1)]
     job.tell(3, "raise")
     assert job.exit_code() == 1
     assert "several workers have failed" in job.output()
-    (lost,) = job.events("member_lost")
-    assert (lost["reason"], lost["detail"]) == ("exit", "RuntimeError: a test says so")
+    assert len(job.events("member_lost")) == 1
 
 
 def test_when_all_fail_the_job_ends_with_the_code_of_the_first(start: Start, tmp_path: Path) -> None:
