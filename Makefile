@@ -4,6 +4,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEVICE := $(VENV)/.device
 # What is imported is compiled then, if nobody forbids it; most of what comes with torch never is. And matplotlib lists
 # fonts by a process, once.
 unexport PYTHONDONTWRITEBYTECODE
@@ -43,9 +44,10 @@ $(STAMP): setup.py Makefile
 	$(BIN)/python -c "import torch._dynamo, deepspeed.pipe, matplotlib.font_manager" >/dev/null
 	touch $(STAMP)
 
-# Most of lint is one process's work, which the tests' start leaves a processor for.
+# One after the other: what tests wait for is longer beside type checks.
 test: install
-	$(MAKE) --no-print-directory --jobs 2 lint unit
+	$(MAKE) --no-print-directory unit
+	$(MAKE) --no-print-directory lint
 
 lint: install
 	$(BIN)/ruff format --check .
@@ -55,18 +57,23 @@ lint: install
 
 # Jobs of workers wait a good part of their time: four at once keep two processors busy. FORK=0 executes every process
 # of a job, as users' are, instead of forking it from one that has made its imports.
-unit: install
+unit: $(DEVICE)
 	$(PYTEST)
 
+# The device of tests, so that no test waits for a compiler.
+$(DEVICE): $(STAMP) tests/support/far_device.cpp
+	$(if $(shell command -v c++),$(BIN)/python -m tests.support.far_device)
+	touch $@
+
 # Where the time goes, by file and by cause. Keeps how long each test took, which `unit` begins the longest first by.
-test-times: install
+test-times: $(DEVICE)
 	BAMBOO_TEST_TIMES=1 $(PYTEST) --durations=50
 
-# What `unit` leaves out: the other half of the matrix of places and stages. Then all jobs that reduce over members, on
-# the work-alike of NCCL, and on the device of tests if there is a compiler for it.
-exhaustive: install
-	$(BIN)/python -m pytest -m exhaustive
-	BAMBOO_TEST_NCCL=1 $(if $(shell command -v c++),BAMBOO_TEST_FAR_DEVICE=1) $(BIN)/python -m pytest -m "not real" \
+# What `unit` leaves out: other points of matrices, other forms of the same jobs, the demo. Then all jobs that reduce
+# over members, on the work-alike of NCCL, and on the device of tests if there is a compiler for it.
+exhaustive: $(DEVICE)
+	$(PYTEST) -m exhaustive
+	BAMBOO_TEST_NCCL=1 $(if $(shell command -v c++),BAMBOO_TEST_FAR_DEVICE=1) $(PYTEST) -m "not real" \
 	  --ignore tests/test_on_nccl.py --ignore tests/test_far_device.py
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and

@@ -136,9 +136,13 @@ input()
 
 
 def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
-    """First that of the leader, then another one."""
+    """First that of the leader, then another one. What workers tell has what only the control plane knows added."""
     job = start(4, "--lease-ttl-s", "60").run()
     victim = leader_of(job)
+    speaker = (victim + 1) % 4
+    job.tell(speaker, 'event step {"step": 1, "loss": 0.5, "seconds": 0.1, "frc_done": 0, "frc_total": 4}')
+    job.tell(speaker, "event nonsense {}")
+    job.wait_quietly(lambda: job.events("step"))
     other = (victim + 2) % 4  # its neighbours hold what the first one had, or have lost their shadow with it
     gone: list[int] = []
     for epoch, rank in ((3, victim), (4, other)):
@@ -148,6 +152,11 @@ def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
         assert plan["lost"] == [job.member(rank)]
         assert plan["at"] - at < KNOWN_S
     assert plan["owners"][other] == job.member((other - 1) % 4)
+    recovered = (
+        '{"step": 1, "pause_seconds": 0.2, "detection_seconds": null, "plan_seconds": null, '
+        '"rebuild_seconds": 0.1, "redo_seconds": 0.1, "forwards_redone": 1, "backwards_redone": 1, "mode": "x"}'
+    )
+    job.tell(speaker, f"event recovered {recovered}")
     job.finish(*gone)
     assert job.events("plan")[2]["member"] == job.member(victim), "whose agent lives, and leads a little longer"
     lost = job.events("member_lost")
@@ -157,6 +166,13 @@ def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:
     assert all(0 <= e["detection_seconds"] < KNOWN_S for e in lost)
     takeovers = {(e["role"][1], e["from"]) for e in job.events("takeover_planned")}
     assert {(rank, job.member(rank)) for rank in gone} <= takeovers
+    (step,) = job.events("step")
+    assert (step["member"], step["epoch"], step["loss"]) == (job.member(speaker), 2, 0.5)
+    (event,) = job.events("recovered")
+    assert event["epoch"] == 4
+    assert 0 <= event["detection_seconds"] < KNOWN_S
+    assert 0 <= event["plan_seconds"] < KNOWN_S
+    assert "sent an event that is none" in job.output()
 
 
 def test_two_at_once_make_one_plan(start: Start) -> None:
@@ -304,25 +320,3 @@ def test_accusations(start: Start) -> None:
     lost = job.events("member_lost")
     assert [event["reason"] for event in lost] == ["suspects"] * 2
     assert lost[1]["detail"] == ", ".join(sorted([job.member(0), job.member(2)]))
-
-
-def test_worker_events_and_what_only_the_control_plane_knows(start: Start) -> None:
-    job = start(3, "--lease-ttl-s", "60").run()
-    job.tell(0, 'event step {"step": 1, "loss": 0.5, "seconds": 0.1, "frc_done": 0, "frc_total": 4}')
-    job.tell(0, "event nonsense {}")
-    job.wait_quietly(lambda: job.events("step"))
-    job.kill(job.worker(1))
-    job.wait_epoch(3, 1)
-    recovered = (
-        '{"step": 1, "pause_seconds": 0.2, "detection_seconds": null, "plan_seconds": null, '
-        '"rebuild_seconds": 0.1, "redo_seconds": 0.1, "forwards_redone": 1, "backwards_redone": 1, "mode": "x"}'
-    )
-    job.tell(0, f"event recovered {recovered}")
-    job.finish(1)
-    (step,) = job.events("step")
-    assert (step["member"], step["epoch"], step["loss"]) == (job.member(0), 2, 0.5)
-    (event,) = job.events("recovered")
-    assert event["epoch"] == 3
-    assert 0 <= event["detection_seconds"] < KNOWN_S
-    assert 0 <= event["plan_seconds"] < KNOWN_S
-    assert "sent an event that is none" in job.output()

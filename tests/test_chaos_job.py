@@ -13,7 +13,7 @@ import pytest
 from .support.compare import assert_computed
 from .support.jobs import DEADLINE_S, TRAIN, Result, RunningJob, bamboo_command, slow_until, write_config
 
-pytestmark = [pytest.mark.claim("benchmarks.md", "guides/chaos.md"), pytest.mark.integration]
+pytestmark = [pytest.mark.claim("benchmarks.md", "guides/chaos.md"), pytest.mark.integration, pytest.mark.exhaustive]
 
 #: A held lock, a loss and a joiner in its place, an outage of etcd, a loss of that joiner.
 SCRIPT = """

@@ -23,6 +23,7 @@ pytestmark = pytest.mark.claim("quickstart.md")
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_demo_kills_two_stages_and_proves_equality(tmp_path: Path) -> None:
     with no_leaks():

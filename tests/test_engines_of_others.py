@@ -23,7 +23,7 @@ survive = partial(survive_in_turn, micro_batches=4, **BROUGHT)
 @pytest.mark.parametrize(
     ("arguments", "lost"),
     [
-        pytest.param(("--untied",), (0, 2), id="rotary"),
+        pytest.param(("--untied",), (0, 2), id="rotary", marks=pytest.mark.exhaustive),
         pytest.param(("--pos-emb", "alibi"), (3, 1), id="alibi-tied"),
     ],
 )
@@ -35,6 +35,7 @@ def test_like_gpt_neox(tmp_path: Path, reference: Reference, arguments: tuple[st
     assert {len(dump["kept"]) <= 2 for dump in result.ranks().values()} == {0 not in lost}
 
 
+@pytest.mark.exhaustive
 def test_like_qlora_pipe(tmp_path: Path, reference: Reference) -> None:
     """A loader of the script's own, a scheduler that comes later, stages with other groups, adapters of every stage."""
     faults = [fault(0, 2, "BackwardPass", 1), fault(3, 4, "ForwardPass", 2)]
@@ -52,7 +53,10 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("lost", [pytest.param((0, 2), id="both-ends"), pytest.param((1,), id="inner")])
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param((0, 2), id="both-ends"), pytest.param((1,), id="inner", marks=pytest.mark.exhaustive)],
+)
 def test_like_diffusion_pipe(tmp_path: Path, reference: Reference, lost: tuple[int, ...]) -> None:
     """Each end draws its own part; optimizer, scheduler and loss come after the engine; the schedule loads first."""
     faults = [fault(rank, 2 + 2 * n, "BackwardPass", 1) for n, rank in enumerate(lost)]

@@ -85,6 +85,7 @@ def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
     assert len(result.ranks()) == 2
 
 
+@pytest.mark.exhaustive
 def test_a_cluster_loses_its_leader(tmp_path: Path, reference: Reference) -> None:
     """One of three etcds dies, the one that leads and that everybody speaks to; then a worker, then another one."""
     with EtcdCluster(tmp_path / "etcd") as cluster:

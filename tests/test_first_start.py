@@ -39,22 +39,22 @@ Prepare = Callable[..., AgentSettings]
 
 
 @pytest.fixture
-def etcd() -> Etcd:
+def keys() -> Etcd:
     world: Any = SimpleNamespace(now=0.0, off=frozenset(), check_write=lambda *_: None)
     return Etcd(world)
 
 
 @pytest.fixture
-def store(etcd: Etcd) -> SimStore:
+def opened(keys: Etcd) -> SimStore:
     host: Any = SimpleNamespace(hold_s=0.0, held=False, hold_at="", etcd=True, alive=True, lose=False)
-    world: Any = SimpleNamespace(etcd=etcd, off=frozenset())
+    world: Any = SimpleNamespace(etcd=keys, off=frozenset())
     return SimStore(world, host)
 
 
 @pytest.fixture
-def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
-    """:func:`join.prepare` over ``etcd``; leases of the job last for no time."""
-    monkeypatch.setattr(join, "open_store", lambda *_: store)
+def prepare(opened: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
+    """:func:`join.prepare` over ``keys``; leases of the job last for no time."""
+    monkeypatch.setattr(join, "open_store", lambda *_: opened)
     monkeypatch.setattr(join, "_POLL_S", 0.001)
     monkeypatch.setattr(vacancies, "_DESERTED", 0.0002)
 
@@ -69,53 +69,53 @@ def prepare(store: SimStore, monkeypatch: pytest.MonkeyPatch) -> Prepare:
     return call
 
 
-def keep(etcd: Etcd, **values: str) -> None:
+def keep(keys: Etcd, **values: str) -> None:
     for key, value in values.items():
-        etcd.put(key, value, None, "")
+        keys.put(key, value, None, "")
 
 
-@pytest.mark.parametrize("start", [2, None])
+@pytest.mark.parametrize("starters", [2, None])
 def test_who_comes_when_all_that_built_the_engines_have_vanished_leads_the_job(
-    etcd: Etcd, prepare: Prepare, start: int | None
+    keys: Etcd, prepare: Prepare, starters: int | None
 ) -> None:
     """Nobody is left who could write that the start has failed."""
-    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
-    found = prepare(start=start)
+    keep(keys, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    found = prepare(start=starters)
     assert (found.waiting, found.after_epoch, found.generation, found.slot) == (True, 1, 0, 2)
 
 
-def test_while_one_that_builds_is_there_members_wait_for_it(etcd: Etcd, prepare: Prepare) -> None:
-    keep(etcd, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
-    etcd.put(Keys.member("m0-a"), member("m0-a").to_json(), None, "")
+def test_while_one_that_builds_is_there_members_wait_for_it(keys: Etcd, prepare: Prepare) -> None:
+    keep(keys, spec=SPEC, plan=BUILDING.to_json(), restart=FIRST.to_json())
+    keys.put(Keys.member("m0-a"), member("m0-a").to_json(), None, "")
     with pytest.raises(LaunchError, match="has not built its engines within 0 s"):
         prepare(wait_s=0.1)
 
 
-def test_without_restarts_nobody_leads_a_deserted_job(etcd: Etcd, prepare: Prepare) -> None:
-    keep(etcd, spec=UNRESTARTED, plan=BUILDING.to_json())
+def test_without_restarts_nobody_leads_a_deserted_job(keys: Etcd, prepare: Prepare) -> None:
+    keep(keys, spec=UNRESTARTED, plan=BUILDING.to_json())
     with pytest.raises(LaunchError, match="has not built its engines"):
         prepare(wait_s=0.1, start=None, max_restarts=0)
 
 
-@pytest.mark.parametrize("start", [3, 4])
-def test_who_comes_with_another_number_of_members_starts_nothing(etcd: Etcd, prepare: Prepare, start: int) -> None:
+@pytest.mark.parametrize("starters", [3, 4])
+def test_who_comes_with_another_number_of_members_starts_nothing(keys: Etcd, prepare: Prepare, starters: int) -> None:
     """Also where the first one has not told yet what the job is."""
-    keep(etcd, plan=unstarted_plan(4, None).to_json())
-    if start == 4:
+    keep(keys, plan=unstarted_plan(4, None).to_json())
+    if starters == 4:
         found = prepare(start=4)
         assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
-        spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
+        spec = JobRecord.from_json(keys.keys[Keys.SPEC].value)
         assert spec.world_size == 4 and spec.since is not None
         return
     with pytest.raises(ConfigError, match="--start 3: job 'gpt' at x was started with 4 ranks"):
         prepare(start=3)
-    assert Keys.SPEC not in etcd.keys
+    assert Keys.SPEC not in keys.keys
 
 
-def test_fewer_members_than_ranks_are_a_number_that_all_have(etcd: Etcd, prepare: Prepare) -> None:
+def test_fewer_members_than_ranks_are_a_number_that_all_have(keys: Etcd, prepare: Prepare) -> None:
     found = prepare(start=3, ranks=4)
     assert (found.world_size, found.waiting, found.slot) == (4, True, 0)
-    spec = JobRecord.from_json(etcd.keys[Keys.SPEC].value)
+    spec = JobRecord.from_json(keys.keys[Keys.SPEC].value)
     assert (spec.world_size, spec.starters) == (4, 3)
     with pytest.raises(ConfigError, match="--start 3 --ranks 5: job 'gpt' at x was started with --start 3 --ranks 4"):
         prepare(start=3, ranks=5)
@@ -129,43 +129,43 @@ def test_ranks_without_start_are_refused() -> None:
     assert isinstance(done.exception, ConfigError) and "--ranks needs --start" in str(done.exception)
 
 
-def test_who_would_go_by_other_settings_does_not_join(etcd: Etcd, prepare: Prepare) -> None:
-    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+def test_who_would_go_by_other_settings_does_not_join(keys: Etcd, prepare: Prepare) -> None:
+    keep(keys, spec=SPEC, plan=unstarted_plan(2, None).to_json())
     with pytest.raises(ConfigError, match=r"bamboo\.recovery\.max_restarts is 0 here and 9 in the job: a job goes by"):
         prepare(start=None, max_restarts=0)
     with pytest.raises(ConfigError, match=r"--start needs restarts: set bamboo\.recovery\.max_restarts"):
         prepare(start=2, max_restarts=0)
-    keep(etcd, spec=UNRESTARTED, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    keep(keys, spec=UNRESTARTED, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
     with pytest.raises(JobOver, match="has ended by a fatal loss"):
         prepare(start=None, max_restarts=0)
 
 
 def test_an_outage_of_etcd_does_not_end_the_wait(
-    etcd: Etcd, store: SimStore, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
+    keys: Etcd, opened: SimStore, prepare: Prepare, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keep(etcd, spec=SPEC, plan=unstarted_plan(2, None).to_json())
+    keep(keys, spec=SPEC, plan=unstarted_plan(2, None).to_json())
     answers = iter((True, False, False))
-    read = store.get_prefix
+    read = opened.get_prefix
 
     def get_prefix(prefix: str) -> Snapshot:
         if not next(answers, True):
             raise StoreUnavailable("no answer")
         return read(prefix)
 
-    monkeypatch.setattr(store, "get_prefix", get_prefix)
+    monkeypatch.setattr(opened, "get_prefix", get_prefix)
     assert prepare().waiting and next(answers, None) is None
 
 
 def test_a_job_is_stopped_also_while_nobody_of_it_is_there(
-    etcd: Etcd, store: SimStore, monkeypatch: pytest.MonkeyPatch
+    keys: Etcd, opened: SimStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The next members that come would start it again."""
-    monkeypatch.setattr(main, "open_store", lambda *_: store)
+    monkeypatch.setattr(main, "open_store", lambda *_: opened)
     where = JobLocation("gpt", "x")
     with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
         main._stop_members(where)
-    keep(etcd, spec=SPEC, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
+    keep(keys, spec=SPEC, plan=fatal_plan(BUILDING, (), BUILDING.members).to_json())
     main._stop_members(where)
-    assert StopRecord.from_json(etcd.keys[Keys.STOP].value).reason == "bamboo stop"
+    assert StopRecord.from_json(keys.keys[Keys.STOP].value).reason == "bamboo stop"
     with pytest.raises(ConfigError, match="no job 'gpt' runs at x"):
         main._stop_members(where)

@@ -328,7 +328,10 @@ def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("slices", "micro_batches"), [((), 6), (SLICES, 4)], ids=["reduction", "passes"])
+@pytest.mark.parametrize(
+    ("slices", "micro_batches"),
+    [pytest.param((), 6, id="reduction"), pytest.param(SLICES, 4, id="passes", marks=pytest.mark.exhaustive)],
+)
 def test_what_an_abort_cuts_off_everywhere_is_done_again(
     tmp_path: Path, reference: Reference, slices: tuple[str, ...], micro_batches: int
 ) -> None:
@@ -339,6 +342,7 @@ def test_what_an_abort_cuts_off_everywhere_is_done_again(
     assert_equal(result, reference(2, 2, micro_batches, *arguments), [fault(3, 2, "late")])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_sums_of_three_pipelines_have_the_bits_of_the_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -10,6 +10,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -21,6 +22,9 @@ from bamboo_ds.control.messages import ExitNotice, Heartbeat, Message, PlanPush,
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.variables import ENV_ADDRESS, ENV_FD, ENV_JOB, ENV_JOINER, ENV_LISTENER, ENV_MEMBER
+
+from .support.jobs import environment
+from .support.processes import start
 
 pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 
@@ -51,25 +55,29 @@ class Worker:
         self._sock, theirs = socket.socketpair()
         self._sock.settimeout(DEADLINE_S)
         self._file = self._sock.makefile("rb")
-        self._read: list[Message] = []
         self._log = folder / "errors.txt"
-        env = os.environ | {"PYTHONPATH": str(Path(__file__).parents[1]), "RANK": "0", "WORLD_SIZE": "1"}
+        env = environment() | {"RANK": "0", "WORLD_SIZE": "1"}
         env |= {ENV_FD: str(theirs.fileno()), ENV_MEMBER: "a", ENV_JOB: "j", ENV_ADDRESS: "127.0.0.1"}
         if joiner:
             env[ENV_JOINER] = "1"
         listener = Listener.open("127.0.0.1")
         self._place = str(listener.place)
         env[ENV_LISTENER] = listener.handed_on()
+        program = folder / "script.py"
+        program.write_text(BEGIN + textwrap.dedent(script))
+        (reading, self._input), (self._output, writing) = os.pipe(), os.pipe()
         with theirs, listener.socket, open(self._log, "wb") as log:
-            self.process = subprocess.Popen(
-                [sys.executable, "-c", BEGIN + textwrap.dedent(script)],
-                env=env,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=log,
-                bufsize=0,
+            self.process = start(
+                [sys.executable, "-u", str(program)],
+                env,
+                writing,
                 pass_fds=[theirs.fileno(), listener.socket.fileno()],
+                stdin=reading,
+                errors=log.fileno(),
             )
+        os.close(reading)
+        os.close(writing)
+        self._printed = open(self._output, "rb", buffering=0)  # noqa: SIM115
 
     def push(self, plan: Plan, **places: str) -> None:
         """``places``: of other members than the worker."""
@@ -82,40 +90,36 @@ class Worker:
         deadline = time.monotonic() + DEADLINE_S  # heartbeats come all the time
         while time.monotonic() < deadline and (line := self._file.readline()):
             message = parse_to_agent(line)
-            self._read.append(message)
             if isinstance(message, kind):
                 return message
         raise AssertionError(f"the worker does not send {kind.__name__}: {self.errors()}")
 
-    def all_read(self, kind: type[M]) -> list[M]:
-        """Every message of ``kind`` that the worker has sent in its whole life, which is over."""
-        self._read += [parse_to_agent(line) for line in self._file]
-        return [message for message in self._read if isinstance(message, kind)]
-
     def line(self) -> str:
         """The next line that the script prints."""
-        printed = self.process.stdout
-        assert printed is not None
-        assert select.select([printed], [], [], DEADLINE_S)[0], f"the script prints nothing: {self.errors()}"
-        return printed.readline().decode()
+        assert select.select([self._output], [], [], DEADLINE_S)[0], f"the script prints nothing: {self.errors()}"
+        return self._printed.readline().decode()
 
     def wait_started(self) -> None:
         assert self.line() == "started\n", self.errors()
 
     def end(self) -> tuple[int, str]:
         """Let the script go on, to its end: the exit code, and what it has printed meanwhile."""
+        with suppress(BrokenPipeError):  # it has ended already
+            os.write(self._input, b"\n")
         try:
-            printed, _ = self.process.communicate(b"\n", DEADLINE_S)
+            code = self.process.wait(DEADLINE_S)
         except subprocess.TimeoutExpired:
             raise AssertionError(f"the worker does not end: {self.errors()}") from None
-        return self.process.returncode, printed.decode()
+        return code, self._printed.read().decode()
 
     def errors(self) -> str:
         return self._log.read_text()
 
     def close(self) -> None:
         self.process.kill()
-        self.process.communicate()
+        self.process.wait()
+        os.close(self._input)
+        self._printed.close()
         self._file.close()
         self._sock.close()
 

@@ -54,10 +54,8 @@ LAUNCHERS = {
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "launcher",
-    ["deepspeed-module", *(pytest.param(each, marks=pytest.mark.exhaustive) for each in ("torchrun", "srun"))],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("launcher", ["deepspeed-module", "torchrun", "srun"])
 def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
     if "module" in launcher:
@@ -96,7 +94,9 @@ def stock_apart(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("fails", [False, True], ids=["draws", "fails"])
+@pytest.mark.parametrize(
+    "fails", [pytest.param(False, id="draws"), pytest.param(True, id="fails", marks=pytest.mark.exhaustive)]
+)
 @pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
 def test_a_worker_that_draws_for_another_rank(
     launcher: str, fails: bool, tmp_path: Path, stock_apart: list[float]

@@ -69,6 +69,7 @@ def test_a_bare_tensor_is_the_same_memory() -> None:
     assert parameter.tolist() == [1.0, 1.0] and not bare(parameter).requires_grad
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_job_whose_attributes_have_all_names(tmp_path: Path, reference: Reference) -> None:
     """With sums after every micro-batch, checkpoints, and replicas that are built while it trains."""

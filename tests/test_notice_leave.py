@@ -621,6 +621,7 @@ def test_members_leave_one_after_the_other(tmp_path: Path, reference: Reference)
     assert len(result.events("checkpoint_saved")) == int(result.length[1]) // 7 > 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_both_members_of_a_host_leave(tmp_path: Path, reference: Reference) -> None:
     """Azure is told that it may go on, once nobody is left on the machine."""
@@ -645,6 +646,7 @@ def test_both_members_of_a_host_leave(tmp_path: Path, reference: Reference) -> N
         assert 0 < seconds_between(notice, event) < notice["deadline_seconds"]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_both_that_draw_batches_leave(tmp_path: Path, reference: Reference) -> None:
     """One of them stays, without a stage, until a worker that is started for that can draw the batches."""

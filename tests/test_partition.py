@@ -11,7 +11,7 @@ from .support.hosts import HostJob, Hosts, MakeHosts
 from .support.jobs import Reference, slow_until, write_config
 from .support.watching import PATIENCE_S, assert_exact, wait_entered, wait_lost, wait_steps, wait_whole
 
-pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration]
+pytestmark = [pytest.mark.claim("guides/elastic.md"), pytest.mark.integration, pytest.mark.exhaustive]
 
 #: A member whose worker may go on, or wait, for so long without a plan.
 PLAN_TIMEOUT_S = 15
@@ -80,7 +80,6 @@ def test_members_that_are_cut_off_come_back(tmp_path: Path, reference: Reference
     assert len(result.joined()) == 2 and len(result.ranks()) == 2
 
 
-@pytest.mark.exhaustive
 def test_loss_of_a_host(tmp_path: Path, reference: Reference, make_hosts: MakeHosts) -> None:
     """Two slots vanish at once with their host, and nobody tells: no stage loses owner and shadow together."""
     arguments = ("--training-data",)

@@ -6,8 +6,7 @@ import json
 import math
 import os
 import signal
-import subprocess
-import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +28,9 @@ from bamboo_ds.topology import Layout
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 
 from .support.compare import assert_computed
+from .support.control import Job, Start
 from .support.faults import mark
-from .support.jobs import RunningJob, bamboo_command, write_config
+from .support.jobs import RunningJob, write_config
 from .support.records import left, member
 from .support.settings import decided, deciding
 from .support.surviving import Reference, fault
@@ -316,49 +316,42 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     assert spent.categories[Category.WAITING] > 0 and spent.categories[Category.WASTED] > 0
 
 
-class Unread(RunningJob):
-    """Its output is a pipe that this process has the other end of. Python buffers what it prints, as users' does."""
-
-    def _start(self, command: str, options: list[str], log: str) -> Any:
-        self.reading, writing = os.pipe()
-        env = {name: value for name, value in self.env.items() if name != "PYTHONUNBUFFERED"}
-        try:
-            call = [sys.executable, bamboo_command(), command, *options, *self.command]
-            return subprocess.Popen(call, env=env, stdin=subprocess.DEVNULL, stdout=writing, stderr=writing)
-        finally:
-            os.close(writing)
-
-    def fill(self) -> int:
-        """Nothing can be written to the pipe any more; returns the bytes that found room."""
-        found = 0
-        with open(f"/proc/{self.process.pid}/fd/1", "wb", buffering=0) as pipe:  # an open file of this process's own
-            os.set_blocking(pipe.fileno(), False)
-            for size in (4096, 1):
-                while pipe.write(b"x" * size):
-                    found += size
-        return found
+def fill(job: Job) -> int:
+    """Nothing can be written to the pipe that ``job`` prints to any more; returns the bytes that found room."""
+    found = 0
+    with open(f"/proc/{job.process.pid}/fd/1", "wb", buffering=0) as pipe:  # an open file of this process's own
+        os.set_blocking(pipe.fileno(), False)
+        for size in (4096, 1):
+            while pipe.write(b"x" * size):
+                found += size
+    return found
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize("terminal", ["closed", "full"])
-def test_a_terminal_that_takes_nothing_delays_no_restart(tmp_path: Path, terminal: str) -> None:
-    file = write_config(tmp_path, {}, 4)
-    pace = ["--slow-until", str(tmp_path / "fast"), "--slow-s", "3", "--slow-from", "2"]
-    with Unread(tmp_path, 3, ["--stages", "3", "--steps", "12", *pace], file) as job:
-        job.wait_for("the first step", lambda: bool(job.events("step")))
-        workers = {m["slot"]: m["pid"] for m in job.status()["members"]}
-        if terminal == "closed":
-            os.close(job.reading)
-        else:
-            assert job.fill() > 0
-        for slot in (1, 2):
-            os.kill(workers[slot], signal.SIGKILL)
-        job.wait_for("the restart", lambda: bool(job.events("restart")))
-        assert terminal == "closed" or job.fill() == 0, "nobody has read it meanwhile"
-        (tmp_path / "fast").touch()
-        job.wait_for("its end", lambda: steps_of(job.events())[-1] == list(range(1, 13)))
-        # Python makes this code of what it could not print at the launcher's end.
-        assert job.process.wait(60) == {"closed": 120, "full": 0}[terminal]
+def test_a_terminal_that_takes_nothing_delays_no_restart(start: Start, terminal: str) -> None:
+    reading, writing = os.pipe()
+    job = start(3, output=writing).run()
+    os.close(writing)
+    if terminal == "closed":
+        os.close(reading)
+    else:
+        assert fill(job) > 0
+    for rank in (1, 2):
+        job.kill(job.worker(rank))
+
+    def ranks(kind: str, again: Callable[[dict[str, Any]], Any]) -> set[int]:
+        return {told["rank"] for told in job.find(kind) if again(told)}
+
+    job.wait(lambda: ranks("hello", lambda told: told["env"].get("BAMBOO_RESTART_COUNT")) == {0, 1, 2}, "the restart")
+    assert terminal == "closed" or fill(job) == 0, "nobody has read it meanwhile"
+    job.tell_all("go")
+    job.wait(lambda: ranks("plan", lambda told: told["plan"]["generation"]) == {0, 1, 2}, "their plan")
+    job.tell_all("exit 0")
+    # Python makes this code of what it could not print at the launcher's end.
+    assert job.exit_code() == {"closed": 120, "full": 0}[terminal]
+    assert len(job.events("restart")) == 1
+    if terminal == "full":
+        os.close(reading)
 
 
 @pytest.mark.integration

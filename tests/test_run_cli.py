@@ -42,6 +42,8 @@ from bamboo_ds.topology.planner import initial_plan
 from .support.control import BAMBOO, Job, Start, wait_gone
 from .support.etcd import EtcdServer
 from .support.patience import Patience
+from .support.processes import run
+from .support.processes import start as start_process
 from .support.records import member, mirror
 
 pytestmark = pytest.mark.claim(
@@ -89,30 +91,18 @@ def test_all_killed_is_a_fatal_loss(start: Start) -> None:
     assert job.exit_code() == 86
 
 
-def test_interrupt_ends_everything_in_order(start: Start) -> None:
-    job = start(2).run()
+def test_ctrl_c_in_a_terminal_ends_everything_in_order(start: Start) -> None:
+    """It reaches the launcher only; a worker that ignores SIGTERM is killed, and so is what a worker has started."""
+    job = start(2, "--grace-s", "0.5").run()
     job.tell(0, "child")
-    job.wait(lambda: job.find("child"), "a child of the worker")
+    job.tell(1, "deaf")
+    job.wait(lambda: job.find("child") and job.find("deaf"), "a child of one worker, and another worker that is deaf")
     job.remember()
     assert job.find("child")[0]["pid"] in job.seen
-    job.kill(job.process.pid, signal.SIGINT)
+    os.killpg(job.process.pid, signal.SIGINT)
     assert job.exit_code() == 128 + signal.SIGINT
     wait_gone(job, 2.0)
-
-
-def test_ctrl_c_in_a_terminal_reaches_the_launcher_only(start: Start) -> None:
-    job = start(2).run()
-    os.killpg(job.process.pid, signal.SIGINT)
-    assert job.exit_code() == 130
     assert "KeyboardInterrupt" not in job.output()
-
-
-def test_worker_that_ignores_sigterm_is_killed(start: Start) -> None:
-    job = start(2, "--grace-s", "0.5").run()
-    job.tell_all("deaf")
-    job.wait(lambda: len(job.find("deaf")) == 2, "deaf workers")
-    job.kill(job.process.pid, signal.SIGINT)
-    assert job.exit_code() == 130
 
 
 def test_killed_launcher_leaves_nothing(start: Start) -> None:
@@ -136,33 +126,27 @@ def test_killed_launcher_leaves_nothing(start: Start) -> None:
     assert (logs / "worker-1.log").read_text().endswith(" some words\n")
 
 
-def test_stopped_launcher_stops_no_worker(start: Start) -> None:
-    """What workers write is shown all the same."""
-    job = start(2).run()
+def test_a_launcher_that_is_stopped_or_hung_up_stops_no_worker(start: Start) -> None:
+    """Under ``nohup`` SIGHUP stays ignored, by launcher and agents. What workers write is shown all the same."""
+    job = start(2, "--prefix-output", ignored=signal.SIGHUP).run()
+    for pid in (job.process.pid, job.agent(0), job.agent(1)):
+        job.kill(pid, signal.SIGHUP)
+    job.tell(0, "print still here")
+    job.wait(lambda: job.find("printed", 0), "a worker goes on")
     job.kill(job.process.pid, signal.SIGSTOP)
     lines = [f"{number:05d}{'x' * 30_000}" for number in range(60)]  # more than pipes hold
     for line in lines:
         job.tell(1, f"print {line}")
-    job.wait(lambda: len(job.find("printed")) == 60, "the worker has printed all")
+    job.wait(lambda: len(job.find("printed", 1)) == 60, "the worker has printed all")
     file = logs_of(job) / "worker-1.log"
 
-    def told(text: str) -> list[str]:
-        return [line.split()[-1] for line in text.splitlines() if line.endswith("xxx")]
+    def told(text: str, prefix: str) -> list[str]:
+        return [line.split()[-1] for line in text.splitlines() if line.startswith(prefix) and line.endswith("xxx")]
 
-    job.wait_quietly(lambda: told(job.output()) == told(file.read_text()) == lines)
+    job.wait_quietly(lambda: told(job.output(), "[1] ") == told(file.read_text(), "") == lines)
     job.kill(job.process.pid, signal.SIGCONT)
     job.finish()
-
-
-def test_sighup_stays_ignored(start: Start) -> None:
-    """Under ``nohup``, by launcher and agents."""
-    job = start(2, ignored=signal.SIGHUP).run()
-    for pid in (job.process.pid, job.agent(0), job.agent(1)):
-        job.kill(pid, signal.SIGHUP)
-    job.tell_all("print still here")
-    job.wait(lambda: len(job.find("printed")) == 2, "the workers go on")
-    job.finish()
-    assert not job.events("member_lost")
+    assert "[0] still here\n" in job.output() and not job.events("member_lost")
 
 
 def orderly(start: Start) -> Job:
@@ -260,32 +244,28 @@ def test_status_and_stop(start: Start) -> None:
         job.tell(rank, f"event recovered {json.dumps({**times, **passes, **unknown})}")
     job.tell(0, "print some words")
 
-    def begin(*words: str, **where: Any) -> subprocess.Popen[str]:
-        return subprocess.Popen([*BAMBOO, *words], env=job.environment, **where)
-
-    piped: dict[str, Any] = {"stdout": subprocess.PIPE, "text": True}
     (terminal, inside), (terminal_top, inside_top) = pty.openpty(), pty.openpty()
-    with (
-        begin("logs", "-f", "--member", "m0", "--agents", **piped) as reading,
-        begin("events", "-f", "--job", "status-test", **piped) as following,
-        begin("status", "-w", stdout=inside) as watching,
-        begin("top", stdout=inside_top) as top,
-    ):
-        os.close(inside)
-        os.close(inside_top)
+    commands = []
+
+    def begin(output: int, *words: str) -> None:
+        commands.append(start_process([*BAMBOO, *words], job.environment, output, errors=job.log.fileno()))
+        os.close(output)
+
+    (of_logs, logs_to), (of_events, events_to) = os.pipe(), os.pipe()
+    begin(logs_to, "logs", "-f", "--member", "m0", "--agents")
+    begin(events_to, "events", "-f", "--job", "status-test")
+    begin(inside, "status", "-w")
+    begin(inside_top, "top")
+    with open(of_logs) as logs, open(of_events) as told:
         _read_until(terminal, b"epoch 3")
         _read_until(terminal_top, b"losses 1")
         (listed,) = json.loads(job.bamboo("jobs", "--json").stdout)
         assert (listed["job"], listed["members"], listed["step"], listed["losses"]) == ("status-test", 3, 12, 1)
         assert listed["events"] == str(job.events_file) and listed["problem"] is None
-        assert following.stdout is not None
-        told = iter(following.stdout.readline, "")
         loss = next(line for line in told if "worker m3 on host" in line)  # it is told while the job runs
         assert loss.endswith("died (SIGKILL); stage 1 of pipeline 1 taken over by m1 in 0.20 s; 3 of 4 are left\n"), (
             loss
         )
-        assert reading.stdout is not None
-        logs = iter(reading.stdout.readline, "")
         assert any(line.startswith("[0] ") and line.endswith(" some words\n") for line in logs), "while the job runs"
         assert job.bamboo("stop").returncode == 0
         assert job.exit_code() == 143
@@ -295,7 +275,7 @@ def test_status_and_stop(start: Start) -> None:
         _read_until(terminal_top, b"job status-test has ended")
     for each in (terminal, terminal_top):
         os.close(each)
-    assert following.returncode == watching.returncode == top.returncode == reading.returncode == 0
+    assert [command.wait(60) for command in commands] == [0] * 4
     nothing = job.bamboo("status")
     assert nothing.returncode == 2
     assert "no job runs here" in nothing.stderr
@@ -357,15 +337,6 @@ def test_etcd_that_is_gone_at_the_end_is_no_error(
     assert "the keys of job shared stay in etcd" in caplog.text
 
 
-def test_prefixed_output(start: Start) -> None:
-    job = start(2, "--prefix-output").run()
-    job.tell(1, "print some words")
-    job.wait(lambda: job.find("printed"), "the worker has printed")
-    job.finish()
-    assert "[1] some words\n" in job.output()
-    assert (logs_of(job) / "worker-1.log").read_text().endswith(" some words\n")
-
-
 def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
     """The script's own DeepSpeed configuration sets TTL and timeouts; its arguments and its terminal are untouched."""
     config = tmp_path / "ds.json"
@@ -378,9 +349,10 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
     command = [*BAMBOO, "run", "--quiet", "-n", "1", str(script), *arguments]
     terminal, inside = pty.openpty()
     fcntl.ioctl(inside, termios.TIOCSWINSZ, struct.pack("4H", 40, 132, 0, 0))
-    done = subprocess.run(command, stdout=inside, stderr=subprocess.PIPE, text=True, timeout=60, check=False)
-    assert done.returncode == 0, done.stderr
-    assert "[bamboo]" not in done.stderr
+    with open(tmp_path / "errors.txt", "w+b") as errors:
+        code = start_process(command, os.environ, inside, errors=errors.fileno()).wait(60)
+        told = errors.seek(0) or errors.read()
+    assert (code, b"[bamboo]" in told) == (0, False), told
     shown = f"3.0 True False 132 -n 2 --deepspeed_config {config} -- -x\r\n".encode()
     assert os.read(terminal, 4096) == shown, "a terminal stays one"
     os.close(inside)
@@ -388,14 +360,15 @@ def test_settings_of_the_script(start: Start, tmp_path: Path) -> None:
 
 
 @pytest.mark.integration
-def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
+def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No heartbeat, no layout, no channel: nothing is expected of it but its exit code. Events have a place."""
     script = tmp_path / "script.py"
     script.write_text("import os; os.write(1, f'rank {os.environ[\"RANK\"]}\\n'.encode())")  # in one piece
     command = [*BAMBOO, "run", "-n", "2", "--job", "alone", str(script)]
     env = {name: value for name, value in os.environ.items() if name != "BAMBOO_LOGS"}
     env["PYTHONPATH"] = str(Path(__file__).parents[1])
-    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60, check=False)
+    monkeypatch.chdir(tmp_path)
+    done = run(command, env)
     assert done.returncode == 0, done.stderr
     assert sorted(done.stdout.splitlines()) == ["rank 0", "rank 1"]
     assert "[bamboo] job alone: 2 members on this host" in done.stderr
@@ -404,7 +377,6 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
     assert (kinds[0], kinds[-1]) == ("run_started", "run_finished")
 
 
-@pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
@@ -420,12 +392,16 @@ def test_script_without_bamboo_runs_as_it_would_alone(tmp_path: Path) -> None:
         (["-n", "1", __file__.replace("test_run_cli.py", "../README.md")], "is not valid Python"),
     ],
 )
-def test_wrong_usage(arguments: list[str], message: str) -> None:
+def test_wrong_usage(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Told once, before anything is started."""
-    done = subprocess.run([*BAMBOO, "run", *arguments], capture_output=True, text=True, timeout=60, check=False)
-    assert done.returncode == 2, done.stderr
-    assert len([line for line in done.stderr.splitlines() if message in line]) == 1, done.stderr
-    assert "Traceback" not in done.stderr
+    monkeypatch.setattr(sys, "argv", ["bamboo", "run", *arguments])
+    with pytest.raises(SystemExit) as end:
+        main.main()
+    told = capsys.readouterr().err
+    assert end.value.code == 2, told
+    assert len([line for line in told.splitlines() if message in line]) == 1, told
 
 
 def test_commands_that_are_gone_name_what_does_it_now() -> None:

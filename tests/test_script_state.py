@@ -80,11 +80,17 @@ def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
     ("change", "changers", "message"),
     [
         (3, [0, 1, 2], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
-        (3, [1], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
-        (
+        pytest.param(
+            3,
+            [1],
+            "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0",
+            marks=pytest.mark.exhaustive,
+        ),
+        pytest.param(
             4,
             [0, 1, 2],
             r"FatalLoss: no living member holds the script that changes \d.linear.bias and the like in stage 1",
+            marks=pytest.mark.exhaustive,
         ),
     ],
     ids=["just-before-a-loss", "of-one-stage-alone", "after-a-loss"],

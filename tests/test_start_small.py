@@ -43,7 +43,7 @@ def started(
         yield job, one_more
 
 
-@pytest.mark.parametrize("how", ["run", "join"])
+@pytest.mark.parametrize("how", [pytest.param("run", marks=pytest.mark.exhaustive), "join"])
 def test_fewer_members_than_ranks(tmp_path: Path, reference: Reference, how: str) -> None:
     """The further worker gives its stage away and ends; then a loss and a newcomer are those of any other job."""
     now, go = tmp_path / "now", tmp_path / "go"

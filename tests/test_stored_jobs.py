@@ -85,6 +85,7 @@ def assert_secret_is_not_told(job: RunningJob) -> None:
     assert f"/bamboo/{job.name}/".encode() in content and SECRET.encode() not in content
 
 
+@pytest.mark.exhaustive
 def test_a_fatal_loss_takes_the_job_back_to_the_store(tmp_path: Path, reference: Reference, url: str) -> None:
     """Nothing of the job's own is in a folder; two are kept, and are whole."""
     result = lose_a_stage(tmp_path, (1, 2), ("--dropout", "0.1", "--count-samples"), checkpoint={"dir": url})
@@ -173,7 +174,10 @@ def test_all_members_vanish_and_others_start_on_fresh_hosts(tmp_path: Path, refe
 
 @pytest.mark.parametrize(
     ("place", "cure"),
-    [("s3://no-such-bucket/run", "create the bucket"), ("nosuch://bucket/run", "pip install")],
+    [
+        ("s3://no-such-bucket/run", "create the bucket"),
+        pytest.param("nosuch://bucket/run", "pip install", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_wrong_place_ends_the_job_before_its_first_step(
     tmp_path: Path, server: S3Server, monkeypatch: pytest.MonkeyPatch, place: str, cure: str

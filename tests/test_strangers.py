@@ -120,6 +120,7 @@ def test_another_user_of_the_host(tmp_path: Path, reference: Reference) -> None:
     assert own.text not in told, "the secret is where others can read it"
 
 
+@pytest.mark.exhaustive
 def test_another_host(tmp_path: Path, reference: Reference, make_hosts: MakeHosts) -> None:
     """Every member is a host of its own; the etcd is the job's, which wants certificates."""
     hosts = make_hosts(4)

@@ -22,6 +22,7 @@ import psutil
 import pytest
 
 from .patience import Patience
+from .processes import run
 from .processes import start as start_process
 
 WORKER = Path(__file__).with_name("plain_worker.py")
@@ -33,7 +34,7 @@ class Job:
     """One job. ``ranks[r]`` is worker r's connection; ``told`` all that the workers told, in order.
 
     ``ignored`` is a signal that the launcher is started to ignore, as ``nohup`` does; ``stdin`` a descriptor that it is
-    given as its standard input.
+    given as its standard input. With ``output``, where it prints to, it is executed as users' are, and buffers that.
     """
 
     def __init__(
@@ -43,6 +44,7 @@ class Job:
         *options: str,
         ignored: signal.Signals | None = None,
         stdin: int | None = None,
+        output: int | None = None,
     ) -> None:
         self.folders: set[Path] = set()
         self.seen: dict[int, psutil.Process] = {}
@@ -60,7 +62,8 @@ class Job:
         self._thread = threading.Thread(target=self._listen, name="test-job")
         self._thread.start()
         self.environment = {
-            **{name: value for name, value in os.environ.items() if name != "COLUMNS"},  # that xdist sets
+            # The first is set by xdist.
+            **{name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTHONUNBUFFERED")},
             "XDG_RUNTIME_DIR": str(self.runtime),
             "TMPDIR": str(self.runtime),
             "PYTHONPATH": str(WORKER.parents[2]),
@@ -70,8 +73,9 @@ class Job:
         self.process = start_process(
             [*command, str(WORKER), str(self.runtime / "s")],
             self.environment,
-            self.log.fileno(),
+            self.log.fileno() if output is None else output,
             ignored=() if ignored is None else (ignored,),
+            fork=output is None,
             stdin=stdin,
         )
 
@@ -226,9 +230,7 @@ class Job:
 
     def bamboo(self, *arguments: str) -> subprocess.CompletedProcess[str]:
         """Another ``bamboo`` command, as this job's user gives it."""
-        return subprocess.run(
-            [*BAMBOO, *arguments], env=self.environment, capture_output=True, text=True, timeout=DEADLINE_S
-        )
+        return run([*BAMBOO, *arguments], self.environment, DEADLINE_S)
 
     def status(self) -> dict[str, Any]:
         done = self.bamboo("status", "--json")

@@ -26,7 +26,7 @@ from .etcd import wait_until
 from .nccl import session
 from .patience import Patience
 from .ports import free_port
-from .processes import Process, start
+from .processes import Process, run, start
 
 SUPPORT = Path(__file__).parent
 TRAIN = SUPPORT / "train.py"
@@ -271,8 +271,8 @@ class RunningJob:
 
     def status(self) -> dict[str, Any]:
         """``bamboo status``."""
-        command = [bamboo_command(), "status", "--job", self.name, "--json"]
-        done = subprocess.run(command, env=self.env, capture_output=True, check=True, timeout=60)
+        done = run([sys.executable, bamboo_command(), "status", "--job", self.name, "--json"], self.env)
+        assert done.returncode == 0, done.stderr
         report: dict[str, Any] = json.loads(done.stdout)
         return report
 

@@ -11,6 +11,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -154,6 +155,7 @@ def start(
     fork: bool = True,
     stock: bool = False,
     stdin: int | None = None,
+    errors: int | None = None,
 ) -> Process:
     """Start a Python program in a session of its own, with its output in ``log``.
 
@@ -167,7 +169,9 @@ def start(
         fork: it may be forked, and what the product starts in it.
         stock: it must not find anything of ours imported.
         stdin: descriptor of its standard input; ``None``: it has none.
+        errors: descriptor of a file for its standard error, in place of ``log``.
     """
+    told = log if errors is None else errors
     server = _get_server() if fork else None
     if server is None:
 
@@ -181,7 +185,7 @@ def start(
             env=dict(env),
             stdin=subprocess.DEVNULL if stdin is None else stdin,
             stdout=log,
-            stderr=log,
+            stderr=told,
             pass_fds=pass_fds,
             start_new_session=True,
             preexec_fn=begin,
@@ -197,8 +201,28 @@ def start(
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, open(os.devnull) as nothing:
         given = nothing.fileno() if stdin is None else stdin
-        server.request(request, [given, log, log, *pass_fds, theirs.fileno()], stock)
+        server.request(request, [given, log, told, *pass_fds, theirs.fileno()], stock)
         return Forked(ours, arguments)
+
+
+def run(arguments: Sequence[str], env: Mapping[str, str], timeout_s: float = 60.0) -> subprocess.CompletedProcess[str]:
+    """The whole life of a Python program that :func:`start` starts, and what it has printed.
+
+    Raises:
+        subprocess.TimeoutExpired: it does not end within ``timeout_s``; it is killed.
+    """
+    with tempfile.TemporaryFile() as log, tempfile.TemporaryFile() as errors:
+        process = start(arguments, env, log.fileno(), errors=errors.fileno())
+        try:
+            process.wait(timeout_s)
+        finally:
+            process.kill()
+            code = process.wait()
+        printed = []
+        for file in (log, errors):
+            file.seek(0)
+            printed.append(file.read().decode())
+    return subprocess.CompletedProcess(list(arguments), code, *printed)
 
 
 def wait_stopped(pid: int, timeout_s: float = 20.0) -> None:
