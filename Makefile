@@ -62,12 +62,12 @@ unit: install
 test-times: install
 	BAMBOO_TEST_TIMES=1 $(PYTEST) --durations=50
 
-# What `unit` leaves out: the other half of the matrix of places and stages. Then all jobs that reduce over members, on
-# the work-alike of NCCL, and on the device of tests if there is a compiler for it.
+# What `unit` leaves out: variations of what it proves. Then all jobs that reduce over members, on the work-alike of NCCL,
+# and on the device of tests if there is a compiler for it.
 exhaustive: install
-	$(BIN)/python -m pytest -m exhaustive
-	BAMBOO_TEST_NCCL=1 $(if $(shell command -v c++),BAMBOO_TEST_FAR_DEVICE=1) $(BIN)/python -m pytest -m "not real" \
-	  --ignore tests/test_on_nccl.py --ignore tests/test_far_device.py
+	$(PYTEST) -m exhaustive
+	BAMBOO_TEST_NCCL=1 $(if $(shell command -v c++),BAMBOO_TEST_FAR_DEVICE=1) $(PYTEST) -m "not real" \
+	  --ignore tests/test_on_nccl.py --ignore tests/test_far_device.py --ignore tests/test_parked.py
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
 # apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd prometheus

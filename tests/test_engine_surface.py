@@ -106,6 +106,7 @@ CURRICULUM = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.skipif(not hasattr(PipelineEngine, "curriculum_enabled_legacy"), reason="DeepSpeed 0.19.8 has removed it")
 def test_curriculum(tmp_path: Path) -> None:
     """Losses in steps of different lengths, one in the first step of a length."""

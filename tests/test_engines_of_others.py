@@ -24,7 +24,7 @@ survive = partial(survive_in_turn, micro_batches=4, **BROUGHT)
     ("arguments", "lost"),
     [
         pytest.param(("--untied",), (0, 2), id="rotary"),
-        pytest.param(("--pos-emb", "alibi"), (3, 1), id="alibi-tied"),
+        pytest.param(("--pos-emb", "alibi"), (3, 1), id="alibi-tied", marks=pytest.mark.exhaustive),
     ],
 )
 def test_like_gpt_neox(tmp_path: Path, reference: Reference, arguments: tuple[str, ...], lost: tuple[int, int]) -> None:
@@ -52,7 +52,10 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize("lost", [pytest.param((0, 2), id="both-ends"), pytest.param((1,), id="inner")])
+@pytest.mark.parametrize(
+    "lost",
+    [pytest.param((0, 2), id="both-ends", marks=pytest.mark.exhaustive), pytest.param((1,), id="inner")],
+)
 def test_like_diffusion_pipe(tmp_path: Path, reference: Reference, lost: tuple[int, ...]) -> None:
     """Each end draws its own part; optimizer, scheduler and loss come after the engine; the schedule loads first."""
     faults = [fault(rank, 2 + 2 * n, "BackwardPass", 1) for n, rank in enumerate(lost)]

@@ -28,6 +28,7 @@ pytestmark = [
                 "scheduler": {"type": "WarmupCosineLR", "params": {"total_num_steps": 20, "warmup_num_steps": 3}},
             },
             id="tuples-and-client-adamw-and-cosine",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             (3, 1),
@@ -44,7 +45,12 @@ pytestmark = [
             id="compiled-and-late-buffers-and-warmup",
         ),
         pytest.param(
-            (3, 1), ("--dropout", "0.2", "--checkpoint-activations", "1"), True, {}, id="checkpointed-dropout"
+            (3, 1),
+            ("--dropout", "0.2", "--checkpoint-activations", "1"),
+            True,
+            {},
+            id="checkpointed-dropout",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             (3, 1),
@@ -52,6 +58,7 @@ pytestmark = [
             False,
             {"pipeline": {"use_reentrant": False}, "gradient_clipping": 0.0},
             id="non-reentrant-and-instances-and-dataset-and-no-clipping",
+            marks=pytest.mark.exhaustive,
         ),
     ],
 )

@@ -328,7 +328,11 @@ def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(("slices", "micro_batches"), [((), 6), (SLICES, 4)], ids=["reduction", "passes"])
+@pytest.mark.parametrize(
+    ("slices", "micro_batches"),
+    [((), 6), pytest.param(SLICES, 4, marks=pytest.mark.exhaustive)],
+    ids=["reduction", "passes"],
+)
 def test_what_an_abort_cuts_off_everywhere_is_done_again(
     tmp_path: Path, reference: Reference, slices: tuple[str, ...], micro_batches: int
 ) -> None:
@@ -339,6 +343,7 @@ def test_what_an_abort_cuts_off_everywhere_is_done_again(
     assert_equal(result, reference(2, 2, micro_batches, *arguments), [fault(3, 2, "late")])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_sums_of_three_pipelines_have_the_bits_of_the_undisturbed_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -358,6 +363,7 @@ def test_sums_of_three_pipelines_have_the_bits_of_the_undisturbed_run(
     assert_computed(runs["disturbed"], runs["undisturbed"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_two_survivors_whose_aborts_wait_for_each_other_are_not_both_lost(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch

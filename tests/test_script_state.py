@@ -80,7 +80,12 @@ def test_all_copies_follow(tmp_path: Path, reference: Reference) -> None:
     ("change", "changers", "message"),
     [
         (3, [0, 1, 2], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
-        (3, [1], "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0"),
+        pytest.param(
+            3,
+            [1],
+            "FatalLoss: no living member holds what the script has just changed in stage 1 of pipeline 0",
+            marks=pytest.mark.exhaustive,
+        ),
         (
             4,
             [0, 1, 2],
@@ -102,6 +107,7 @@ def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, changers:
     assert re.search(message, result.output), result.output[-4000:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_stage_that_no_script_changes_is_taken_over(tmp_path: Path, reference: Reference) -> None:
     """Another one is changed before every step, also after the loss."""

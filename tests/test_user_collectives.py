@@ -105,6 +105,7 @@ def test_losses_inside_collectives_of_the_script_and_a_joiner(tmp_path: Path) ->
     assert totals == [line["alike"] for line in stock_lines]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_loss_before_training_begins_again(tmp_path: Path) -> None:
     """Scripts count ranks there, and wait for files that one of them writes."""
