@@ -40,10 +40,12 @@ def test_the_epoch_ends_in_code_of_the_script(
     tmp_path: Path, reference: Reference, by: int, places: tuple[str, ...], lost: tuple[int, ...]
 ) -> None:
     """In the first, a middle and the last of the calls in an operation; one loss after the other."""
-    faults = []
-    for number, (place, rank) in enumerate(zip(places, lost, strict=True)):
-        count = (0, CALLS[place] // 2, CALLS[place] - 1)[number]
-        faults.append(fault(rank, 2 + 2 * number, place, min(count, CALLS[place] - 1), by=by))
+    calls = [CALLS[place] for place in places]
+    counts = 0, calls[1] // 2, calls[2] - 1
+    faults = [
+        fault(rank, 2 + 2 * number, place, count, by=by)
+        for number, (rank, place, count) in enumerate(zip(lost, places, counts, strict=True))
+    ]
     survive_in_turn(
         tmp_path,
         reference,

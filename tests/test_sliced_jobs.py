@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +21,13 @@ pytestmark = [pytest.mark.claim("guides/tensor-slices.md"), pytest.mark.integrat
 
 # Ranks 0..3 are (stage, slice) = (0,0), (0,1), (1,0), (1,1). After the loss of a slice of one stage the slice of the
 # other stage has both; the other slice can bear a loss of its own.
-INSTANTS: list[tuple[str, int | None, tuple[int, int]]] = [
-    ("LoadMicroBatch", 1, (0, 3)),
-    ("SendActivation", 1, (0, 1)),
-    ("RecvGrad", 2, (1, 0)),
-    ("ReduceGrads", None, (0, 3)),
-    ("Commit", None, (3, 0)),
-    ("StepReplica", None, (2, 1)),
+INSTANTS = [
+    (fault(0, 1, "LoadMicroBatch", 1), fault(3, 3, "LoadMicroBatch", 1)),
+    (fault(0, 1, "SendActivation", 1), fault(1, 3, "SendActivation", 1)),
+    (fault(1, 1, "RecvGrad", 2), fault(0, 3, "RecvGrad", 2)),
+    (fault(0, 1, "ReduceGrads"), fault(3, 3, "ReduceGrads")),
+    (fault(3, 1, "Commit"), fault(0, 3, "Commit")),
+    (fault(2, 1, "StepReplica"), fault(1, 3, "OptimizerStep")),
 ]
 
 
@@ -37,14 +38,9 @@ def test_losses_inside_of_layers(tmp_path: Path, reference: Reference) -> None:
 
 
 @pytest.mark.exhaustive
-@pytest.mark.parametrize(("at", "micro_batch", "victims"), INSTANTS)
-def test_losses_at_every_instant(
-    tmp_path: Path, reference: Reference, at: str, micro_batch: int | None, victims: tuple[int, int]
-) -> None:
-    faults = [fault(rank, 1 + 2 * i, at, micro_batch) for i, rank in enumerate(victims)]
-    if at == "StepReplica":
-        faults[1]["at"] = "OptimizerStep"
-    survive(tmp_path, reference, faults)
+@pytest.mark.parametrize("faults", INSTANTS, ids=lambda faults: faults[0]["at"])
+def test_losses_at_every_instant(tmp_path: Path, reference: Reference, faults: Sequence[dict[str, Any]]) -> None:
+    survive(tmp_path, reference, list(faults))
 
 
 @pytest.mark.exhaustive
