@@ -22,7 +22,7 @@ Loss = tuple[int, int, str, int | None]
 #: Modes of redundancy, with two losses each: rank, step, instruction, micro-batch. The second victim is no neighbour of
 #: the first, since redundancy does not heal.
 MODES: list[tuple[dict[str, Any], Loss, Loss]] = [
-    ({}, (0, 0, "ForwardPass", 3), (2, 3, "Commit", None)),
+    ({}, (1, 0, "ForwardPass", 3), (3, 3, "Commit", None)),
     ({"mode": "lazy-frc-lazy-brc"}, (2, 1, "BackwardPass", 5), (0, 3, "ReduceGrads", None)),
     ({"mode": "eager-frc-eager-brc", "verify_every": 1}, (1, 1, "StepReplica", None), (3, 3, "SendGrad", 2)),
 ]
@@ -40,9 +40,9 @@ INSTRUCTIONS: list[tuple[Loss, Loss]] = [
     ((3, 1, "LoadMicroBatch", 4), (1, 3, "RecvGrad", 0)),
     ((0, 1, "SendActivation", 1), (2, 3, "RecvActivation", 4)),
     ((1, 1, "SendActivation", 5), (3, 3, "RecvActivation", 0)),
-    ((1, 1, "ForwardPass", 0), (3, 3, "BackwardPass", 0)),
+    ((0, 1, "ForwardPass", 0), (2, 3, "Commit", None)),
     ((2, 1, "RecvGrad", 3), (0, 3, "OptimizerStep", None)),
-    ((1, 1, "ReduceGrads", None), (3, 3, "Commit", None)),
+    ((1, 1, "ReduceGrads", None), (3, 3, "BackwardPass", 0)),
     # After the first takeover the second victim has neither a shadow to send to nor a replica.
     ((2, 1, "SendReplica", None), (0, 3, "BackwardPass", 0)),
     ((3, 1, "SendReplica", None), (1, 3, "OptimizerStep", None)),

@@ -203,8 +203,15 @@ def _forget_parent() -> None:
         logs._context = logs.LogContext()
     logging._handlerList.clear()  # type: ignore[attr-defined]  # the end of this process closes no file of theirs
     tempfile.tempdir = None
+    _keep_at_exit()
     numpy.random.seed()
     torch.seed()  # as at a start: another one in every process
+
+
+def _keep_at_exit() -> None:
+    """The end of a process removes nothing that one above has made, such as temporary folders."""
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False
 
 
 def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -392,8 +399,7 @@ def _import(modules: Sequence[str]) -> str:
     sys.modules.pop("pynvml", None)  # torch imports it where it is; a process may have a stand-in in its path
     gc.enable()
     gc.freeze()
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        each.atexit = False  # thousands of torch's operators
+    _keep_at_exit()  # thousands of torch's operators
     return "" if _threads() == 1 else f"the imports have started {_threads() - 1} threads"
 
 
