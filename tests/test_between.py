@@ -41,33 +41,33 @@ def run(folder: Path, way: str, *more: str, bamboo: dict[str, Any] | None = None
 # -- what is kept beside the state ----------------------------------------------------------------------------
 
 
+NAMED = {
+    "by-id": (1, r"Inexact: .* step 2, .* its replica is not what its owner has: parameter \d\.weight"),
+    "gathering": (2, r"Inexact: .* step 3, .* lacks .*: attribute 'statistics' of the optimizer \(Gathering\)"),
+    "queued": (0, r"UnsupportedError: optimizer Queued keeps in its state .*\['history'\] is a deque"),
+}
+NAMED_AS_WELL = {
+    "lookahead": (2, r"Inexact: .* step 3, .* made after the first step lacks .* 'slow' of the optimizer \(Lookah"),
+    "wrapping": (0, r"UnsupportedError: optimizer Wrapping has never called the constructor of torch"),
+}
+
+
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("way", "steps", "named"),
-    [
-        ("by-id", 1, r"Inexact: .* step 2, .* its replica is not what its owner has: parameter \d\.weight"),
-        ("lookahead", 2, r"Inexact: .* step 3, .* made after the first step lacks .* 'slow' of the optimizer \(Lookah"),
-        ("gathering", 2, r"Inexact: .* step 3, .* lacks .*: attribute 'statistics' of the optimizer \(Gathering\)"),
-        (
-            "queued",
-            0,
-            r"UnsupportedError: optimizer Queued keeps in its state .*\['history'\] is a deque",
-        ),
-        ("wrapping", 0, r"UnsupportedError: optimizer Wrapping has never called the constructor of torch"),
-    ],
-)
-def test_what_does_not_travel_is_named_in_the_first_steps(tmp_path: Path, way: str, steps: int, named: str) -> None:
+@pytest.mark.parametrize("way", [*NAMED, *(pytest.param(way, marks=pytest.mark.exhaustive) for way in NAMED_AS_WELL)])
+def test_what_does_not_travel_is_named_in_the_first_steps(tmp_path: Path, way: str) -> None:
     """Before any loss, and with exit code 1: no restart could do better."""
-    result = run(tmp_path, way)
+    steps, named = (NAMED | NAMED_AS_WELL)[way]
+    result = run(tmp_path, way, stages=2)
     assert result.exit_code == 1
     assert any(re.search(named, line) for line in result.output.splitlines()), result.output[-4000:]
     assert len(result.events("step")) <= steps + 1 and not result.events("restart")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_what_layers_gather_is_told_and_no_error(tmp_path: Path) -> None:
     """Their results are compared; a list of what was seen makes no difference."""
-    result = run(tmp_path, "listing")
+    result = run(tmp_path, "listing", stages=2)
     assert result.exit_code == 0, result.output[-4000:]
     assert re.search("do not get has changed: .*attribute 'seen' of layer", result.output), result.output[-4000:]
     assert result.events("exact_checked")
@@ -161,14 +161,17 @@ def test_what_containers_of_layers_have_in_them_is_compared(kind: Any) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("how", ["data", "copy", "state"])
+@pytest.mark.parametrize(
+    "how", ["data", *(pytest.param(how, marks=pytest.mark.exhaustive) for how in ("copy", "state"))]
+)
 def test_weights_that_are_exchanged_for_evaluations_are_refused_in_the_first(tmp_path: Path, how: str) -> None:
-    result = run(tmp_path, f"ema-{how}", "--evaluate-every", "4")
+    result = run(tmp_path, f"ema-{how}", "--evaluate-every", "4", stages=2)
     assert result.exit_code == 1 and len(result.events("step")) == 4
     assert "UnsupportedError: the script evaluates with weights that it has put into stage 0" in result.output
     assert "bamboo_ds.evaluating_with(engine, 'ema')" in result.output and not result.events("restart")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_no_evaluation_is_of_a_mixture(tmp_path: Path) -> None:
     """Where a difference is to be told alone, the evaluation after a loss ends the job and gives no number."""
@@ -183,6 +186,7 @@ def test_no_evaluation_is_of_a_mixture(tmp_path: Path) -> None:
     assert len(result.events("step")) == 8 and not result.events("restart")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_nor_is_one_of_two_stages_that_a_loss_interrupts(tmp_path: Path) -> None:
     """The survivor has no replica of its own stage any more, and goes by what it has seen before the loss."""
@@ -195,6 +199,7 @@ def test_nor_is_one_of_two_stages_that_a_loss_interrupts(tmp_path: Path) -> None
     assert len(result.events("step")) == 4
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_changes_that_travel_are_evaluated_with(tmp_path: Path, reference: Reference) -> None:
     """A script that clamps its weights after each step; in this job nobody is lost."""
@@ -252,6 +257,7 @@ def test_what_is_frozen_for_each_stage_is_frozen_on_all_copies(tmp_path: Path, r
     survive(tmp_path, reference, faults, 3, arguments=arguments, micro_batches=4, script=SCRIPT, **CONFIG)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_what_is_frozen_for_each_stage_stays_so_after_a_restart(tmp_path: Path, reference: Reference) -> None:
     """The restart goes on from a checkpoint behind it, so that the function is not called again."""
@@ -267,7 +273,7 @@ def test_what_is_frozen_for_each_stage_stays_so_after_a_restart(tmp_path: Path, 
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("loss", [2, 6])
+@pytest.mark.parametrize("loss", [pytest.param(2, marks=pytest.mark.exhaustive), 6])
 def test_freezing_is_told_and_after_a_loss_starts_again(tmp_path: Path, reference: Reference, loss: int) -> None:
     """Replicas follow what is frozen before a loss; after it a worker for each rank is needed: a restart has one."""
     arguments = ("--steps", "8", "--way", "freeze", "--freeze-at", "4")

@@ -258,8 +258,9 @@ def assert_consumed_once(result: Result, pipelines: int, steps: int) -> Consumpt
     return told
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
-@pytest.mark.parametrize("data", [pytest.param("iterators", marks=pytest.mark.exhaustive), "training_data"])
+@pytest.mark.parametrize("data", ["iterators", "training_data"])
 def test_every_batch_once_whatever_happens(tmp_path: Path, reference: Reference, data: str) -> None:
     """The member that tells of a step dies between commit and event, one joins, the owner of a last stage dies."""
     now, go = tmp_path / "now", tmp_path / "go"

@@ -89,10 +89,14 @@ CASES = {
 @pytest.mark.integration
 @pytest.mark.parametrize(
     "name",
-    [each if each == "tied-bf16" else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES],
+    [each if each == "tied-fp32" else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES],
 )
 def test_other_stages_go_on_alike(tmp_path: Path, reference: Reference, name: str) -> None:
-    """A job that has lost a member, and saved: its checkpoint is converted to what stock's is, and goes on alike."""
+    """A job that has lost a member, and saved: its checkpoint is converted to what stock's is, and goes on alike.
+
+    The job that goes on loses a member as well. In its pipelines each role brings only its own shard of the parameters
+    up to date when it loads.
+    """
     case = CASES[name]
     (stages, pipelines), settings = case.before, case.settings | ADAMW
     micro_batches = BATCHES // pipelines
@@ -135,11 +139,10 @@ def test_other_stages_go_on_alike(tmp_path: Path, reference: Reference, name: st
     undisturbed = run_stock(stock, stages * pipelines, [*command, "--load", str(theirs)], plain, case.script)
     assert undisturbed.exit_code == 0, undisturbed.output[-4000:]
     config = write_config(ours, {}, micro_batches, **settings)
-    result = run_bamboo(ours, stages * pipelines, [*command, "--load", str(mine)], config, case.script)
-    assert result.exit_code == 0, result.output[-4000:]
-    for dump in result.ranks().values():
-        assert dump["losses"] == undisturbed.ranks()[0]["losses"] and len(dump["losses"]) == 4
-    assert_same_states(result, undisturbed)
+    command += ["--load", str(mine), "--faults", json.dumps(faults)]
+    result = run_bamboo(ours, stages * pipelines, command, config, case.script)
+    assert_equal(result, undisturbed, faults)
+    assert all(len(dump["losses"]) == 4 for dump in result.ranks().values())
 
 
 @pytest.mark.integration

@@ -297,10 +297,8 @@ def corrupted(folder: Path, *spoilt: dict[str, Any], members: int = 4) -> Result
 @pytest.mark.parametrize(
     ("rank", "tensor"),
     [
-        pytest.param(0, MOMENTS, id="first-moments"),
-        pytest.param(3, WEIGHTS, id="last-weights"),
+        pytest.param(3, MOMENTS, id="last-moments"),
         pytest.param(0, WEIGHTS, id="first-weights", marks=pytest.mark.exhaustive),
-        pytest.param(3, MOMENTS, id="last-moments", marks=pytest.mark.exhaustive),
     ],
 )
 def test_an_owner_with_wrong_state_is_lost(tmp_path: Path, rank: int, tensor: str) -> None:
@@ -312,24 +310,17 @@ def test_an_owner_with_wrong_state_is_lost(tmp_path: Path, rank: int, tensor: st
     assert set(result.ranks()) == {0, 1, 2, 3} - {rank}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    ("rank", "tensor"),
-    [
-        pytest.param(1, WEIGHTS, id="weights"),
-        pytest.param(2, MOMENTS, id="moments", marks=pytest.mark.exhaustive),
-    ],
-)
-def test_a_replica_with_wrong_state_spoils_nothing(
-    tmp_path: Path, reference: Reference, rank: int, tensor: str
-) -> None:
+def test_a_replica_with_wrong_state_spoils_nothing(tmp_path: Path, reference: Reference) -> None:
     """Its member is lost; all results are those of an undisturbed run."""
-    spoilt = flipped(rank, "replica", tensor)
+    spoilt = flipped(1, "replica", WEIGHTS)
     result = survive(tmp_path, reference, [spoilt], 2, 2, ("--steps", str(STEPS)), bamboo=EVICT)
     assert_evicted(result, spoilt)
     assert_alike(result, 2, 2)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_pipelines_that_differ_end_the_job(tmp_path: Path) -> None:
     """Owner and replica of a stage have the same wrong state, and so have as many copies as have the right one."""

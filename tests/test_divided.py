@@ -142,6 +142,7 @@ def test_backward_passes_that_draw_are_not_divided() -> None:
 # -- jobs ---------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_straggler_comes_and_goes(tmp_path: Path, reference: Reference) -> None:
     """Its shadow computes a part of its stage as long as it is slow; results are those of a job without one."""
@@ -200,6 +201,7 @@ def test_a_job_grows_beyond_its_stages(tmp_path: Path, reference: Reference) -> 
     assert not result.events("replica_mismatch")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_members_may_hold_only_so_much(tmp_path: Path, reference: Reference) -> None:
     """Two members have room for both stages, but not for what passes keep besides; one that joins holds one of them."""

@@ -116,11 +116,15 @@ def test_a_loss_in_a_rehearsal(tmp_path: Path, reference: Reference) -> None:
     assert not result.events("exact_mismatch")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("step", "culprits"),
-    [(0, ("global",) * 3), (1, ("global",) * 3), (1, ("none", "global", "none", "none"))],
-    ids=["first", "second", "one-stage"],
+    [
+        pytest.param(0, ("global",) * 3, id="first"),
+        pytest.param(1, ("global",) * 3, id="second"),
+        pytest.param(1, ("none", "global", "none", "none"), id="one-stage"),
+    ],
 )
 def test_a_loss_before_the_check_is_over_hides_nothing(tmp_path: Path, step: int, culprits: tuple[str, ...]) -> None:
     """What was taken over without the count of the script is computed otherwise; the check that begins again tells."""
@@ -134,6 +138,7 @@ def test_a_loss_before_the_check_is_over_hides_nothing(tmp_path: Path, step: int
     assert len(result.events("step")) < 30
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_where_nobody_is_left_to_check_it_is_told(tmp_path: Path) -> None:
     faults = [fault(1, 1, "OptimizerStep")]
@@ -143,6 +148,7 @@ def test_where_nobody_is_left_to_check_it_is_told(tmp_path: Path) -> None:
     assert result.output.count("nobody is left to check with: whether this script keeps something that replicas") == 1
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_tensor_slices_are_not_rehearsed_and_it_says_so(tmp_path: Path) -> None:
     config = write_config(tmp_path, CHECK, 2)

@@ -128,7 +128,6 @@ assert get_accelerator().spinning == 0
 
 
 # -- jobs ------------------------------------------------------------------------------------------------------
-SEEDS = [1, 2, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(3, 21))]
 
 
 def lose_two(folder: Path, reference: Reference, seed: int) -> None:
@@ -146,7 +145,7 @@ JOBS: dict[str, Callable[[Path, Reference, int], None]] = {
     "takeovers": lose_two,
     "evaluations": lambda folder, reference, _: test_losses.test_losses_during_evaluations(folder, reference),
     "recoveries": lambda folder, reference, _: test_losses.test_loss_during_a_recovery(
-        folder, reference, "ResendActivation"
+        folder, reference, *test_losses.AFTER_A_RESENT_ACTIVATION
     ),
     "checkpoints": lambda folder, reference, _: test_elastic.test_join_a_job_with_checkpoints(folder, reference),
     "joins": lambda folder, reference, _: test_elastic.test_members_join(folder, reference, ("--count-samples",)),
@@ -156,8 +155,15 @@ JOBS: dict[str, Callable[[Path, Reference, int], None]] = {
 }
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize("job", JOBS)
+#: What ``make test`` runs; jobs of several pipelines and slices are those of :mod:`.test_on_nccl`.
+USUAL = [("takeovers", 1)]
+CASES = [*USUAL, *((job, 1) for job in JOBS if job not in dict(USUAL)), *(("takeovers", seed) for seed in range(2, 6))]
+
+
+@pytest.mark.parametrize(
+    ("job", "seed"),
+    [case if case in USUAL else pytest.param(*case, marks=pytest.mark.exhaustive) for case in CASES],
+)
 def test_jobs(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch, job: str, seed: int) -> None:
     monkeypatch.setenv(far_device.SEED, str(seed))
     JOBS[job](tmp_path, reference, seed)
@@ -166,7 +172,9 @@ def test_jobs(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPa
     assert not any(each["lost"] or each["pageable"] for each in counts), counts
 
 
-@pytest.mark.parametrize("mode", ["lazy-frc-lazy-brc", "eager-frc-eager-brc"])
+@pytest.mark.parametrize(
+    "mode", [pytest.param("lazy-frc-lazy-brc", marks=pytest.mark.exhaustive), "eager-frc-eager-brc"]
+)
 def test_the_script_waits_for_no_device_in_an_iteration(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, mode: str
 ) -> None:

@@ -46,7 +46,12 @@ pytestmark = [
             marks=pytest.mark.exhaustive,
         ),
         pytest.param(
-            (3, 1), ("--dropout", "0.2", "--checkpoint-activations", "1"), True, {}, id="checkpointed-dropout"
+            (3, 1),
+            ("--dropout", "0.2", "--checkpoint-activations", "1"),
+            True,
+            {},
+            id="checkpointed-dropout",
+            marks=pytest.mark.exhaustive,
         ),
         pytest.param(
             (3, 1),

@@ -34,6 +34,7 @@ def said(folder: Path) -> dict[tuple[int, int], list[list[Any]]]:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_no_number_is_made_up_for_a_reference_model_and_the_job_goes_on(tmp_path: Path) -> None:
     folders = [tmp_path / "stock", tmp_path / "ours"]

@@ -67,14 +67,11 @@ def test_shards_where_members_become_fewer_than_roles_of_a_stage(monkeypatch: py
     assert all(same(states[role], expected[role]) for role in expected)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("faults", "config"),
     [
-        pytest.param([], FP32_ZERO, id="fp32-undisturbed"),
-        pytest.param([], BF16_ZERO, id="bf16-undisturbed"),
-        pytest.param([fault(1, 2, STEPPED, **WAITED_FOR)], FP32_ZERO, id="fp32"),
-        pytest.param([fault(0, 2, STEPPED, **WAITED_FOR)], BF16_ZERO, id="bf16"),
         pytest.param([fault(2, 1, STEPPED), fault(1, 3, STEPPED, **WAITED_FOR)], FP32_ZERO, id="two"),
         pytest.param([fault(3, 2, ".iteration.replication.step")], BF16_ZERO, id="before a replica's step"),
     ],

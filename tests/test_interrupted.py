@@ -13,41 +13,39 @@ pytestmark = [pytest.mark.claim("state.md", "guides/scripts.md", "reference/guar
 
 SCRIPT = SUPPORT / "train_interrupted.py"
 MICRO_BATCHES = 4
-#: By place: the rank whose process is there, how many times in a step, and the ranks that are lost meanwhile.
-PLACES = {
-    "iterator": (0, MICRO_BATCHES, (2, 3, 1)),
-    "batch_fn": (3, MICRO_BATCHES, (0, 1, 2)),
-    "layer": (1, 2 * MICRO_BATCHES, (3, 0, 2)),
-    "backward": (1, 2 * MICRO_BATCHES, (3, 2, 0)),
-    "hook": (2, 2 * MICRO_BATCHES, (1, 0, 3)),
-    "loss": (3, MICRO_BATCHES, (2, 1, 0)),
-    "optimizer": (0, 1, (1, 3, 2)),
-    "scheduler": (2, 1, (3, 1, 0)),
-    "eval iterator": (3, MICRO_BATCHES, (1, 0, 2)),
-    "eval batch_fn": (0, MICRO_BATCHES, (2, 3, 1)),
-    "eval layer": (2, 2 * MICRO_BATCHES, (0, 3, 1)),
-    "eval loss": (3, MICRO_BATCHES, (0, 2, 1)),
-    "visit": (0, 1, (2, 1, 3)),
+#: By place: how many times in a step a process of the rank that is there comes to it.
+CALLS = {
+    **dict.fromkeys(("iterator", "batch_fn", "loss"), MICRO_BATCHES),
+    **dict.fromkeys(("eval iterator", "eval batch_fn", "eval loss"), MICRO_BATCHES),
+    **dict.fromkeys(("layer", "backward", "hook", "eval layer"), 2 * MICRO_BATCHES),
+    **dict.fromkeys(("optimizer", "scheduler", "visit"), 1),
 }
-
-
-#: These differ from the others in who goes on after the place; the first three are rank 3's, in one job.
-FEW = [("batch_fn", "loss", "eval iterator"), ("visit",) * 3]
+#: The rank whose process is there, the places, and the ranks that are lost meanwhile.
+JOBS = [
+    (3, ("batch_fn", "loss", "eval iterator"), (0, 1, 2)),
+    (0, ("iterator", "optimizer", "visit"), (2, 3, 1)),
+    # In whose place the others go on, where these are, is the same as above.
+    (2, ("hook", "scheduler", "eval layer"), (1, 0, 3)),
+    (1, ("layer", "backward", "layer"), (3, 0, 2)),
+    (0, ("eval batch_fn", "visit", "iterator"), (2, 3, 1)),
+    (3, ("loss", "eval loss", "batch_fn"), (2, 1, 0)),
+]
 
 
 @pytest.mark.parametrize(
-    "places",
-    [*FEW, *(pytest.param((place,) * 3, marks=pytest.mark.exhaustive) for place in PLACES if place != "visit")],
-    ids=lambda places: "-".join(dict.fromkeys(places)),
+    ("by", "places", "lost"),
+    [pytest.param(*job, marks=[pytest.mark.exhaustive] * (number > 0)) for number, job in enumerate(JOBS)],
 )
 def test_the_epoch_ends_in_code_of_the_script(
-    tmp_path: Path, reference: Reference, places: tuple[str, str, str]
+    tmp_path: Path, reference: Reference, by: int, places: tuple[str, ...], lost: tuple[int, ...]
 ) -> None:
-    """In the first, a middle and the last of its calls in an operation; one loss after the other."""
-    faults = []
-    for number, (place, lost) in enumerate(zip(places, PLACES[places[0]][2], strict=True)):
-        by, calls, _ = PLACES[place]
-        faults.append(fault(lost, 2 + 2 * number, place, (0, calls // 2, calls - 1)[number], by=by))
+    """In the first, a middle and the last of the calls in an operation; one loss after the other."""
+    calls = [CALLS[place] for place in places]
+    counts = 0, calls[1] // 2, calls[2] - 1
+    faults = [
+        fault(rank, 2 + 2 * number, place, count, by=by)
+        for number, (rank, place, count) in enumerate(zip(lost, places, counts, strict=True))
+    ]
     survive_in_turn(
         tmp_path,
         reference,

@@ -362,6 +362,7 @@ def test_sums_of_three_pipelines_have_the_bits_of_the_undisturbed_run(
     assert_computed(runs["disturbed"], runs["undisturbed"])
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_two_survivors_whose_aborts_wait_for_each_other_are_not_both_lost(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -24,51 +25,42 @@ pytestmark = [
 ]
 
 
-def test_stopped_processes(tmp_path: Path, reference: Reference) -> None:
-    places = [(1, "ForwardPass", 2), (2, "RecvGrad", 1), (3, "Commit", None)]
-    faults = [fault(rank, 2, at, micro_batch, signal="SIGSTOP") for rank, at, micro_batch in places]
-    settings = {"heartbeat_timeout_s": 5, "start_timeout_s": 60, "lease_ttl_s": 10}
+def test_workers_that_stop_or_hang(tmp_path: Path, reference: Reference) -> None:
+    """The hearts of those that hang beat, but they do not get on; those that wait for them are left alone."""
+    faults = [
+        fault(1, 2, "ForwardPass", 2, signal="SIGSTOP"),
+        fault(3, 2, "LoadMicroBatch", 1, signal="hang"),
+        fault(2, 2, "Commit", signal="SIGSTOP"),
+    ]
+    settings = {"heartbeat_timeout_s": 5, "hang_timeout_s": 8, "start_timeout_s": 60, "lease_ttl_s": 10}
     result = survive_in_turn(tmp_path, reference, faults, 4, bamboo={"membership": settings})
-    assert [event["reason"] for event in result.events("member_lost")] == ["heartbeat"] * 3
+    assert [event["reason"] for event in result.events("member_lost")] == ["heartbeat", "hang", "heartbeat"]
+
+
+#: The new owner of stage 1 is stage 0's: it has nothing to fall back on, so the other survivor goes instead. Stage 1
+#: re-sends what stage 2 has not used; that is one activation when both have come to where they wait.
+AFTER_A_RESENT_ACTIVATION = fault(3, 2, "BackwardPass", 2, pause=1.0), fault(1, 2, "ResendActivation")
 
 
 @pytest.mark.parametrize(
-    "at",
+    ("first", "second"),
     [
-        ".recovery.roles.follow",
-        "ResendActivation",
-        *(pytest.param(at, marks=pytest.mark.exhaustive) for at in (".recovery.report", "ReduceGrads", "Commit")),
+        # Stage 1 goes at its third backward; stage 3 follows while the survivors recover.
+        (fault(1, 2, "BackwardPass", 2), fault(3, 2, ".recovery.roles.follow")),
+        pytest.param(*AFTER_A_RESENT_ACTIVATION, marks=pytest.mark.exhaustive),
     ],
+    ids=lambda each: each["at"],
 )
-def test_loss_during_a_recovery(tmp_path: Path, reference: Reference, at: str) -> None:
-    # Stage 1 goes at its third backward; stage 3 follows while the survivors recover or finish the iteration.
-    faults = [fault(1, 2, "BackwardPass", 2), fault(0 if at == "ResendActivation" else 3, 2, at)]
-    if at == "ResendActivation":
-        # The new owner of stage 1 is stage 0's: it has nothing to fall back on, so the other survivor goes instead.
-        # Stage 1 re-sends what stage 2 has not used; that is one activation when both have come to where they wait.
-        faults = [fault(3, 2, "BackwardPass", 2, pause=1.0), fault(1, 2, at)]
-    survive(tmp_path, reference, faults)
+def test_loss_during_a_recovery(
+    tmp_path: Path, reference: Reference, first: dict[str, Any], second: dict[str, Any]
+) -> None:
+    survive(tmp_path, reference, [first, second])
 
 
 def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
-    faults = [fault(rank, 2, ".iteration.passes.forward", 1, evaluating=True) for rank in (0, 2, 4)]
-    # All others have entered the commit by then; what they would commit dies with the outputs of the last stage.
-    faults.append(fault(3, 2, "._reduce_outputs"))
-    result = survive_in_turn(tmp_path, reference, faults, 5, arguments=("--evaluate-every", "2"))
-    last = [event["from"][:2] for event in result.events("takeover_planned") if event["role"] == [0, 4]]
-    assert last == ["m4", "m3"]
-
-
-def test_workers_that_hang(tmp_path: Path, reference: Reference) -> None:
-    """Their hearts beat, but they do not get on; those that wait for them are left alone."""
-    faults = [fault(1, 2, "ForwardPass", 1, signal="hang"), fault(3, 2, "LoadMicroBatch", 1, signal="hang")]
-    result = survive_in_turn(tmp_path, reference, faults, 4, bamboo={"membership": {"hang_timeout_s": 6}})
-    assert [event["reason"] for event in result.events("member_lost")] == ["hang"] * 2
-
-
-def test_losses_in_the_first_iteration(tmp_path: Path, reference: Reference) -> None:
-    """Nothing has been measured yet, and no optimizer has a state."""
-    survive(tmp_path, reference, [fault(1, 0, "ForwardPass", 0), fault(3, 0, "Commit")])
+    """In a pass of one; in the next when others have its commit, which dies with the outputs of the last stage."""
+    faults = [fault(1, 2, ".iteration.passes.forward", 1, evaluating=True), fault(3, 4, "._reduce_outputs")]
+    survive(tmp_path, reference, faults, arguments=("--steps", "5", "--evaluate-every", "2"))
 
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:

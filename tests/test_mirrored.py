@@ -140,6 +140,7 @@ def test_a_mirror_is_a_url_without_credentials(mirror: str) -> None:
     assert "secret" not in str(error.value)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_job_on_hosts_that_share_nothing_goes_on_on_others(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch

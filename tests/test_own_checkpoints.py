@@ -273,6 +273,7 @@ def test_a_loss_takes_back_some_steps_only(tmp_path: Path, reference: Reference)
     assert len(own) <= 2 and all(info.own and not info.reasons for info in own)
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_script_that_resumes_gets_its_own_checkpoint_first(tmp_path: Path, reference: Reference) -> None:
     """It replays from there to the newest one, which is the job's."""
@@ -282,13 +283,14 @@ def test_a_script_that_resumes_gets_its_own_checkpoint_first(tmp_path: Path, ref
     assert {len(dump["losses"]) for dump in result.ranks().values()} == {int(result.length[1]) - 20}
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 @pytest.mark.parametrize(
     ("arguments", "precision"),
     [
         pytest.param((), {}, id="fp32"),
         pytest.param((), BF16_ZERO, id="bf16-zero"),
-        pytest.param(("--slices", "2"), {}, id="slices", marks=pytest.mark.exhaustive),
+        pytest.param(("--slices", "2"), {}, id="slices"),
     ],
 )
 def test_two_pipelines_and_a_place_of_their_own(
@@ -301,10 +303,9 @@ def test_two_pipelines_and_a_place_of_their_own(
     assert not (tmp_path / "checkpoints").exists() and len(list_own(tmp_path / "own")) <= 2
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "script", ["train_like_megatron", pytest.param("train_script_state", marks=pytest.mark.exhaustive)]
-)
+@pytest.mark.parametrize("script", ["train_like_megatron", "train_script_state"])
 def test_scripts_of_others_compute_the_same(tmp_path: Path, reference: Reference, script: str) -> None:
     """They evaluate, and set rates and weights; what is done again is the same, too."""
     file = SUPPORT / f"{script}.py"
@@ -319,7 +320,7 @@ def test_one_that_a_loss_hits_never_gets_complete(tmp_path: Path, reference: Ref
     """Members are killed before they copy their role, while they write it, and before the manifest."""
     faults = [fault(1, 2, ".saves.collect"), fault(3, 2, "@file"), fault(0, 2, "@manifest")]
     place = {"checkpoint": {"every_s": 0.01, "dir": str(tmp_path / "own")}}
-    result = survive_in_turn(tmp_path, reference, faults, stages=5, micro_batches=4, bamboo=place)
+    result = survive_in_turn(tmp_path, reference, faults, stages=4, micro_batches=4, bamboo=place)
     failed = {event["step"]: event for event in result.events("checkpoint_failed")}
     assert all(event["own"] and "were lost before" in event["reason"] for event in failed.values()), failed
     hit = int((tmp_path / mark(faults[1])).read_text()[4:])

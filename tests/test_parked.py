@@ -54,8 +54,9 @@ def are_parked(folder: Path) -> None:
 @pytest.mark.parametrize(
     "job",
     [
-        job if job == "fp16-zero-data" else pytest.param(job, marks=pytest.mark.exhaustive)
-        for job in test_precision.JOBS
+        "fp16-zero-data",
+        pytest.param("bf16-zero", marks=pytest.mark.exhaustive),
+        pytest.param("bf16-data", marks=pytest.mark.exhaustive),
     ],
 )
 def test_they_take_over(tmp_path: Path, reference: Reference, job: str) -> None:
@@ -67,12 +68,14 @@ def test_they_take_over(tmp_path: Path, reference: Reference, job: str) -> None:
     assert {event["step"] for event in events_in(tmp_path, "step")} == set(range(1, 7))
 
 
+@pytest.mark.exhaustive
 def test_fused_optimizers_with_flat_masters(tmp_path: Path, reference: Reference) -> None:
     losses = [(3, 3, "SendReplica"), (0, 7, "Commit")]
     test_precision.test_fused_fp16(tmp_path, reference, test_precision.FP16_SMALL, 2, 2, losses)
     are_parked(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_those_of_other_optimizers_stay_on_the_device(tmp_path: Path, reference: Reference) -> None:
     surviving.survive(tmp_path, reference, [surviving.fault(1, 2, "BackwardPass", 2)], 3, arguments=("--hooks",))
     last = {event["member"]: event for event in events_in(tmp_path, "replicas_placed")}
@@ -114,22 +117,26 @@ def test_they_compute_where_there_is_room(tmp_path: Path, reference: Reference) 
     assert len(counts) == 3 and not any(each["lost"] for each in counts), counts
 
 
+@pytest.mark.exhaustive
 def test_stages_with_weights_in_common(tmp_path: Path, reference: Reference) -> None:
     faults = [surviving.fault(3, 1, "RecvReplica"), surviving.fault(1, 3, "ReduceTiedGrads")]
     gpt_jobs.survive(tmp_path, reference, faults, 4)
     are_parked(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_members_join(tmp_path: Path, reference: Reference) -> None:
     test_elastic.test_members_join(tmp_path, reference, ("--count-samples",))
     are_parked(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_shadows_compute_parts_of_stages(tmp_path: Path, reference: Reference) -> None:
     test_divided.test_a_job_grows_beyond_its_stages(tmp_path, reference)
     are_parked(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None:
     test_losses.test_losses_during_evaluations(tmp_path, reference)
     are_parked(tmp_path)

@@ -129,10 +129,9 @@ PRECISIONS: dict[str, Any] = {
 }
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "job", [job if job in ("fp32", "fp16") else pytest.param(job, marks=pytest.mark.exhaustive) for job in PRECISIONS]
-)
+@pytest.mark.parametrize("job", PRECISIONS)
 def test_a_worker_is_lost_between_commit_and_pending_step(
     tmp_path: Path, reference: Reference, job: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

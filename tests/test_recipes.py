@@ -262,6 +262,7 @@ def test_unit() -> None:
     assert zone == f"/run/{unit.one('RuntimeDirectory')}/zone.env".replace("%i", "0")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_members_of_the_unit_start_a_job_join_it_and_leave_on_notice(tmp_path: Path, reference: Reference) -> None:
     """The unit's own command line, with its variables. Two start the job; a third joins, and leaves by AWS's notice.

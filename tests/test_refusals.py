@@ -201,6 +201,7 @@ def test_hooks_and_frozen_parameters_are_those_of_the_lost_stage(tmp_path: Path,
     assert result.events("replica_verified") and not result.events("replica_mismatch")
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_copies_of_partitions_have_what_was_frozen_since(tmp_path: Path, reference: Reference) -> None:
     """What DeepSpeed has partitioned stays partitioned; the check makes each replica anew after the first step."""
@@ -424,7 +425,7 @@ def test_what_a_mismatch_says() -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("reaction", ["stop", "warn"])
+@pytest.mark.parametrize("reaction", ["stop", pytest.param("warn", marks=pytest.mark.exhaustive)])
 def test_a_replica_that_differs_again(tmp_path: Path, reaction: str) -> None:
     config = write_config(tmp_path, {"redundancy": {"verify_every": 1, "on_mismatch": reaction}}, 2)
     arguments = ["--stages", "2", "--steps", "8", "--optimizer", "drifting"]
@@ -449,6 +450,7 @@ def test_there_is_no_bound_in_host_memory() -> None:
     assert default_budget(torch.device("cpu"), 1) is None
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_backward_pass_frees_its_part_of_the_budget(tmp_path: Path) -> None:
     redundancy = {"mode": "eager-frc-eager-brc", "placement": "fixed", "memory_budget_mb": 0.0001}

@@ -108,6 +108,7 @@ def test_a_change_that_a_lost_stage_lacks(tmp_path: Path, change: int, changers:
     assert re.search(message, result.output), result.output[-4000:]
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_stage_that_no_script_changes_is_taken_over(tmp_path: Path, reference: Reference) -> None:
     """Another one is changed before every step, also after the loss."""

@@ -99,11 +99,12 @@ def test_a_fatal_loss_takes_the_job_back_to_the_store(tmp_path: Path, reference:
     assert_no_secret(tmp_path)
 
 
+@pytest.mark.exhaustive
 def test_members_are_killed_while_they_upload(tmp_path: Path, reference: Reference, url: str) -> None:
     """In a file, before their word that all is sent, and before the manifest; each time the next ones are complete."""
     faults = [fault(1, 2, "@file"), fault(3, 2, "@stored-part"), fault(0, 2, "@stored-manifest")]
     place = {"checkpoint": {"every_s": 0.3, "dir": url}}
-    result = survive_in_turn(tmp_path, reference, faults, stages=5, micro_batches=4, bamboo=place)
+    result = survive_in_turn(tmp_path, reference, faults, stages=4, micro_batches=4, bamboo=place)
     assert result.faults() == sorted(mark(each) for each in faults)
     failed = {event["step"]: event for event in result.events("checkpoint_failed")}
     assert all(event["own"] and "were lost before" in event["reason"] for event in failed.values()), failed

@@ -1,7 +1,8 @@
 """Takeovers at every cut: the engine's parts on a simulated network, with losses before everything that members do.
 
-One seed is one course of events: who goes on when, what arrives when, what is lost with a member, when plans come. The
-jobs of :mod:`tests.test_takeover` and :mod:`tests.test_losses` prove the same of real processes at fewer places.
+One seed is one course of events: who goes on when, what arrives when, what is lost with a member, when plans come.
+:mod:`tests.test_integers` proves what is decided at every cut, the jobs of :mod:`tests.test_takeover` and
+:mod:`tests.test_losses` the same of real processes.
 """
 
 from __future__ import annotations
@@ -103,7 +104,8 @@ _COMMIT = 5
 def every_loss(spec: Spec, seed: int, victim: str, step: int = 1) -> list[World]:
     """Jobs that lose ``victim`` in their second iteration, at one cut each: every ``step``-th, and the last ones."""
     cuts = cuts_of(spec, seed, victim)
-    return [World(spec, seed, (cut,)).run() for cut in dict.fromkeys([*cuts[seed % step :: step], *cuts[-_COMMIT:]])]
+    last = cuts[-_COMMIT:] if step == 1 else cuts[-_COMMIT::2]
+    return [World(spec, seed, (cut,)).run() for cut in dict.fromkeys([*cuts[seed % step :: step], *last])]
 
 
 def check(world: World) -> None:
@@ -149,26 +151,37 @@ def test_what_comes_first_makes_no_difference(spec: Spec) -> None:
     losses = expected.members["m0"].losses
     assert expected.members["m0"].looks["batch_fn"] > 0
     assert finite(expected) and len(set(losses)) == len(losses) >= spec.iterations
-    for seed in range(1, 5):
+    for seed in (1, 2):
         check(World(spec, seed).run())
     if spec.mode != "lazy-frc-lazy-brc" and not spec.lends:
         redundant = [facts["frc_done"] for kind, facts in expected.members["m0"].job.events if kind == "step"]
         assert sum(redundant) > 0  # what a loss finds done varies
 
 
-#: One course of events in the suite, more of them by ``make exhaustive``.
-COURSES = [0, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in range(1, 20))]
+#: One course of events in the suite, another and longer one by ``make exhaustive``.
+COURSES = [0, pytest.param(1, marks=pytest.mark.exhaustive)]
+#: Those whose parts all others have as well are lost in long courses alone.
+_LONG_ONLY = ("eager-brc", "lazy", "four stages", "dataset", "divided")
+COURSES_OF_JOBS = [
+    pytest.param(job, course, marks=[pytest.mark.exhaustive] * (course > 0 or job in _LONG_ONLY))
+    for job in JOBS
+    for course in ((1,) if job in _LONG_ONLY else (0, 1))
+]
 
 
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize("job", JOBS)
+def seeds(course: int, few: int, many: int) -> range:
+    """Of the jobs of a course: few of the first one, many of the long one."""
+    return range(1000 * course, 1000 * course + (many if course else few))
+
+
+@pytest.mark.parametrize(("job", "course"), COURSES_OF_JOBS)
 def test_a_loss_at_every_cut(job: str, course: int) -> None:
-    """Of each member, before everything that it does in an iteration; in the suite before every twelfth thing."""
+    """Of each member, before every third thing that it does in an iteration; in the suite before every twelfth."""
     modes: Counter[str] = Counter()
     kept = 0
     for number, victim in enumerate(sorted(undisturbed(JOBS[job], 0).members)):
         seed = 100 * course + number
-        for world in every_loss(JOBS[job], seed, victim, step=1 if course else 12):
+        for world in every_loss(JOBS[job], seed, victim, step=3 if course else 12):
             check(world)
             assert world.killed == [victim] and not world.plan.unheld
             modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")
@@ -176,7 +189,7 @@ def test_a_loss_at_every_cut(job: str, course: int) -> None:
             kept += sum(facts["backwards_kept"] for facts in told)
     assert bool(kept) == bool(JOBS[job].sync_every), "sums of lost members are gone on from where there are any"
     # Where a member is lost between the messages of its commit, some may have committed and others not.
-    assert modes["resume"] > 6 and modes["commit"] > 0
+    assert modes["resume"] > 3 and modes["commit"] > 0
 
 
 @pytest.mark.parametrize("course", COURSES)
@@ -186,7 +199,7 @@ def test_own_checkpoints_lack_the_roles_of_the_lost_only(job: str, course: int) 
     lacking = 0
     spec = replace(JOBS[job], own=True)
     for number, victim in enumerate(sorted(undisturbed(spec, 0).members)):
-        for world in every_loss(spec, 100 * course + number, victim, step=1 if course else 12):
+        for world in every_loss(spec, 100 * course + number, victim, step=3 if course else 12):
             check(world)
             saves = [member.saves.collected for member in world.survivors()]
             tags = {f"step{step}" for step in range(1, spec.iterations + 1)}
@@ -222,7 +235,7 @@ def test_each_end_is_drawn_from(job: str, course: int) -> None:
     ends = {plain.plan.owners[rank] for pipeline in range(spec.pipelines) for rank in ends_of(plain.plan, pipeline)}
     for number, victim in enumerate(sorted(ends)):
         seed = 100 * course + number
-        for cut in cuts_of(spec, seed, victim, iteration)[seed % 16 :: 1 if course else 16]:
+        for cut in cuts_of(spec, seed, victim, iteration)[seed % 16 :: 4 if course else 16]:
             world = World(spec, seed, (cut,)).run()
             check(world)
             assert world.killed == [victim]
@@ -246,13 +259,12 @@ def test_where_the_ends_are_alike_nothing_more_is_sent() -> None:
     assert sent[0] == dict.fromkeys(range(4), 2 * LINE.micro_batches)
 
 
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("job", "course"), COURSES_OF_JOBS)
 def test_two_losses(job: str, course: int) -> None:
     """The second one at any time after the first: before it is noticed, in the recovery from it, or long after."""
     spec = JOBS[job]
     outcomes: Counter[str] = Counter()
-    for seed in range(1000 * course, 1000 * course + 16):
+    for seed in seeds(course, 6, 16):
         random, before = Random(seed), undisturbed(spec, seed)
         first, second = random.sample(sorted(before.members), 2)
         if before.starves([first, second]):
@@ -271,7 +283,7 @@ def test_owner_and_shadow_are_lost(statistics: bool, course: int) -> None:
     """Another pipeline has the same parameters, but layers of its own; sooner or later both losses are one."""
     spec = Spec(pipelines=3, stages=3, statistics=statistics)
     outcomes: Counter[str] = Counter()
-    for seed in range(1000 * course, 1000 * course + 16):
+    for seed in seeds(course, 6, 16):
         random, plan = Random(seed), undisturbed(spec, 0).plan
         owner, shadow = random.choice([pair for pair in zip(plan.owners, plan.shadows, strict=True)])
         if undisturbed(spec, 0).starves([owner, str(shadow)]):
@@ -279,27 +291,27 @@ def test_owner_and_shadow_are_lost(statistics: bool, course: int) -> None:
         world = World(spec, seed, (random.choice(cuts_of(spec, 0, owner)), Cut(str(shadow), random.randrange(8)))).run()
         check(world)
         outcomes["fatal" if world.plan.unheld else "survived"] += len(world.killed) == 2
-    assert outcomes["fatal" if statistics else "survived"] > 4
+    assert outcomes["fatal" if statistics else "survived"] > 1
 
 
 @pytest.mark.parametrize("course", COURSES)
 @pytest.mark.parametrize("job", ["eager-brc", "two pipelines"])
 def test_a_loss_beside_a_planned_change(job: str, course: int) -> None:
     switched: Counter[bool] = Counter()
-    for seed in range(1000 * course, 1000 * course + 16):
+    for seed in seeds(course, 6, 16):
         random = Random(seed)
         victim, done = random.choice(sorted(undisturbed(JOBS[job], seed).done.items()))
         world = World(JOBS[job], seed, (Cut(victim, random.randrange(len(done) - 10)),), switch=True).run()
         check(world)
         switched[world.switched] += len(world.killed)
-    assert switched[True] > 8
+    assert switched[True] > 2
 
 
 @pytest.mark.parametrize("course", COURSES)
 def test_losses_beside_another_division(course: int) -> None:
     """A plan divides stages in another way; losses come before all have entered it, and after."""
     met: Counter[str] = Counter()
-    for seed in range(1000 * course, 1000 * course + 24):
+    for seed in seeds(course, 8, 24):
         random, job = Random(seed), ("divided", "divided, two pipelines")[seed % 2]
         before = undisturbed(JOBS[job], seed)
         first, second = random.sample(sorted(before.members), 2)
@@ -311,7 +323,7 @@ def test_losses_beside_another_division(course: int) -> None:
         met["switched"] += world.switched
         met["lost"] += len(world.killed)
         met["survived"] += bool(world.killed) and not world.plan.unheld
-    assert min(met.values()) > 6
+    assert min(met.values()) > 2, met
 
 
 def test_losses_after_parameters_were_frozen() -> None:
@@ -362,23 +374,22 @@ def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: p
     monkeypatch.setattr(Replication, "send", counting)
     for world in losses_after_a_switch(spec, 0):
         check(world)
-    assert passed_on[True] > 2
+    assert passed_on[True] > 0
 
 
 def losses_after_a_switch(spec: Spec, iteration: int) -> Iterator[World]:
     """A loss at the end of ``iteration``, of each member, where owner and shadow of a role change places before."""
-    for seed in range(4):
+    for seed in range(2):
         for victim in sorted(undisturbed(spec, seed).members):
-            for cut in cuts_of(spec, seed, victim, iteration)[-6:]:
+            for cut in cuts_of(spec, seed, victim, iteration)[-6::2]:
                 yield World(spec, seed, (cut,), switch=True).run()
 
 
-@pytest.mark.parametrize("course", COURSES)
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize(("job", "course"), COURSES_OF_JOBS)
 def test_roles_move_in_the_middle_of_an_iteration(job: str, course: int) -> None:
     """Owner and shadow change places at once, while both live; sometimes one of all is lost at some time after that."""
     done: Counter[str] = Counter()
-    for seed in range(1000 * course, 1000 * course + 16):
+    for seed in seeds(course, 6, 16):
         random, spec = Random(seed), JOBS[job]
         before = undisturbed(spec, 0)
         victim = random.choice(sorted(before.members))
@@ -390,7 +401,7 @@ def test_roles_move_in_the_middle_of_an_iteration(job: str, course: int) -> None
             told = [facts for m in world.survivors() for kind, facts in m.job.events if kind == "recovered"]
             done["resumed"] += any(facts["mode"] == "resume" for facts in told)
             done["kept"] += any(facts["backwards_kept"] > 0 for facts in told)
-    assert done["losses"] > 1 and done["resumed"] > 1, done
+    assert done["losses"] > 0 and done["resumed"] > 0, done
     assert done["kept"] > 0 or job != "sums" or course, done
 
 
@@ -398,12 +409,12 @@ def test_no_role_moves_without_what_its_script_has_just_changed() -> None:
     """That comes with the end of the iteration: in the middle of it the job ends rather than lose it in silence."""
     spec, ended = replace(LINE, changes="weights once"), Counter[Any]()
     before = undisturbed(spec, 0)
-    for seed in range(24):
+    for seed in range(10):
         things = Random(seed).randrange(sum(map(len, before.done.values())))
         world = World(spec, seed, at_once=things).run()
         check(world)
         ended.update({type(member.fatal) for member in world.survivors()})
-    assert min(ended[FatalLoss], ended[type(None)]) > 2, ended
+    assert min(ended[FatalLoss], ended[type(None)]) > 0, ended
 
 
 def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +474,7 @@ def test_losses_while_the_job_heals(case: str, course: int, monkeypatch: pytest.
 
     monkeypatch.setattr(Copies, "complete_arrived", arrived)
     monkeypatch.setattr(Copies, "_complete", counting)
-    for seed in range(1000 * course, 1000 * course + 2 * len(HEALING)):
+    for seed in seeds(course, len(HEALING), 2 * len(HEALING)):
         random, spec = Random(seed), HEALING[seed % len(HEALING)]
         before = undisturbed(replace(spec, heals=False), 0)
         first, second = random.sample(sorted(before.members), 2)
@@ -482,7 +493,7 @@ def test_losses_while_the_job_heals(case: str, course: int, monkeypatch: pytest.
         done["interrupted"] += sum(bool(plan.immediate) for plan in world.healed)
     assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 3 and (done["left"] > 0) == leaves
     assert min(done["in the interrupted iteration"], done["divided"], done["interrupted"]) > 0, done
-    assert done["with the interrupted iteration"] > 3 or case != "layers keep much", done
+    assert done["with the interrupted iteration"] > 0 or case != "layers keep much", done
 
 
 JOINING = [
@@ -508,7 +519,7 @@ def test_members_that_join(course: int, monkeypatch: pytest.MonkeyPatch) -> None
         complete(self, construction)
 
     monkeypatch.setattr(Copies, "_complete", counting)
-    for seed in range(1000 * course, 1000 * course + 2 * len(JOINING)):
+    for seed in seeds(course, len(JOINING), 2 * len(JOINING)):
         random, spec = Random(seed), JOINING[seed % len(JOINING)]
         before = undisturbed(replace(spec, heals=False, joiners=0), 0)
         first, second = random.sample(sorted(before.members), 2)
@@ -526,7 +537,7 @@ def test_members_that_join(course: int, monkeypatch: pytest.MonkeyPatch) -> None
         done["early"] += sum(member.offers.early for member in world.members.values())
         done["awaited"] += sum(world.awaited)
     assert not done.pop("did not follow", 0)
-    assert min(done.values()) > 0 and done["computed"] > 3, done
+    assert min(done.values()) > 0 and done["computed"] > 1, done
 
 
 #: Where a member may be lost while others copy what it has nothing to do with.
@@ -561,7 +572,7 @@ def test_copies_go_on(course: int, monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(Copies, "begin", beginning)
     monkeypatch.setattr(Copies, "_complete", completing)
-    for seed in range(1000 * course, 1000 * course + 4 * len(COPYING)):
+    for seed in seeds(course, 2 * len(COPYING), 4 * len(COPYING)):
         random, spec = Random(seed), COPYING[seed % len(COPYING)]
         before = undisturbed(replace(spec, heals=False, joiners=0), 0)
         names = random.sample(sorted(before.members), 3)
@@ -589,7 +600,7 @@ def test_copies_go_on(course: int, monkeypatch: pytest.MonkeyPatch) -> None:
         done["lost while others copy"] += len(world.killed) > 1
         done["went on"] += len(sources)
         done["used"] += len(world.killed) > 2
-    assert min(done["lost while others copy"], done["went on"]) > 3 and done["given up"] > 0, done
+    assert min(done["lost while others copy"], done["went on"], done["given up"]) > 0, done
     assert done["used"] > 0 or course, done  # not in every course one that has given a copy is lost
 
 
@@ -621,7 +632,7 @@ def test_losses_around_what_scripts_do(script: str, course: int, monkeypatch: py
         follow(self, role, layers)
 
     monkeypatch.setattr(Copies, "follow_layers", counting)
-    for seed in range(1000 * course, 1000 * course + 2 * len(SCRIPTED)):
+    for seed in seeds(course, len(SCRIPTED), 2 * len(SCRIPTED)):
         random, spec = Random(seed), replace(SCRIPTED[seed % len(SCRIPTED)], **SCRIPTS[script])
         spec = replace(spec, checked=min(spec.checked, spec.iterations))
         before = undisturbed(replace(spec, heals=False), 0)
@@ -637,7 +648,7 @@ def test_losses_around_what_scripts_do(script: str, course: int, monkeypatch: py
         done["losses"] += len(world.killed)
         done["checked"] += any(kind == "exact_checked" for kind, _ in world.survivors()[0].job.events)
     assert done["losses"] > 6 and done["went on"] > 0
-    assert done["followed"] > 8 or not SCRIPTS[script].get("evaluates")
+    assert done["followed"] > 3 or not SCRIPTS[script].get("evaluates")
     # Where weights have just been changed, or would have to be where nobody does it.
     assert (done["ended by one loss"] > 0) == (script == "weights") and (done["checked"] > 0) == (script == "check")
 

@@ -109,12 +109,9 @@ def test_one_member_adds_its_stages_up(monkeypatch: pytest.MonkeyPatch, frozen: 
     [
         # Ranks of two pipelines are (pipeline, stage) = (0,0), (1,0), (0,1), ...
         (2, [fault(0, 1, "ReduceTiedGrads"), fault(7, 2, "BackwardPass", 1), fault(3, 3, "Commit")]),
-        (2, [fault(6, 1, "ReduceGrads"), fault(4, 2, "ReduceTiedGrads"), fault(1, 3, "ForwardPass", 2)]),
         # The last stage's gradients are reduced with those of the first and may be at its shadow already.
         (1, [fault(3, 1, "RecvReplica"), fault(1, 3, "ReduceTiedGrads")]),
-        (1, [fault(0, 1, "SendReplica"), fault(2, 3, "OptimizerStep")]),
         (1, [fault(3, 2, "ReduceTiedGrads"), fault(1, 2, ".recovery.report")]),
-        (1, [fault(0, 1, "Commit"), fault(2, 3, "BackwardPass", 3)]),
     ],
 )
 def test_losses(tmp_path: Path, reference: Reference, pipelines: int, faults: list[dict[str, Any]]) -> None:
@@ -155,6 +152,7 @@ def test_both_ends_on_one_member(tmp_path: Path, reference: Reference) -> None:
     assert differences(without_unused(longer.roles()), without_unused(third.roles())) == []
 
 
+@pytest.mark.exhaustive
 @pytest.mark.integration
 def test_an_end_joins(tmp_path: Path, reference: Reference) -> None:
     """The owner of the last stage is lost, its role goes to a member that comes: a group of both ends again."""

@@ -203,8 +203,15 @@ def _forget_parent() -> None:
         logs._context = logs.LogContext()
     logging._handlerList.clear()  # type: ignore[attr-defined]  # the end of this process closes no file of theirs
     tempfile.tempdir = None
+    _keep_at_exit()
     numpy.random.seed()
     torch.seed()  # as at a start: another one in every process
+
+
+def _keep_at_exit() -> None:
+    """The end of a process removes nothing that one above has made, such as temporary folders."""
+    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
+        each.atexit = False
 
 
 def _as_child(arguments: list[str]) -> tuple[list[str], dict[str, str]]:
@@ -284,8 +291,8 @@ _Popen: Any = subprocess.Popen
 _arguments_of = inspect.signature(subprocess.Popen._execute_child).bind  # type: ignore[attr-defined]
 
 
-def _is_agent(arguments: Sequence[str]) -> bool:
-    return list(arguments[:3]) == [sys.executable, "-m", _AGENT]
+def _is_ours(arguments: Sequence[str]) -> bool:
+    return list(arguments[:2]) == [sys.executable, "-m"] and arguments[2] in (_AGENT, _COMMAND)
 
 
 def _is_script(arguments: Sequence[str]) -> bool:
@@ -293,13 +300,13 @@ def _is_script(arguments: Sequence[str]) -> bool:
 
 
 class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
-    """Forks agents and workers; executes everything else."""
+    """Forks commands, agents and workers; executes everything else."""
 
     def _execute_child(self, *arguments: Any) -> None:
         given = _arguments_of(self, *arguments).arguments
         words = given["args"]
         assert not _is_script(words) or threading.active_count() == 1, f"an agent has {threading.enumerate()} by now"
-        if isinstance(words, str) or not (_is_agent(words) or _is_script(words)) or _threads() > 1:
+        if isinstance(words, str) or not (_is_ours(words) or _is_script(words)) or _threads() > 1:
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         pid = os.fork()
@@ -310,6 +317,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
                         os.dup2(mine, fd)
                 if given["start_new_session"]:
                     os.setsid()
+                if given["cwd"] is not None:
+                    os.chdir(given["cwd"])
                 _forget_signals()
                 if given["preexec_fn"] is not None:
                     given["preexec_fn"]()
@@ -390,8 +399,7 @@ def _import(modules: Sequence[str]) -> str:
     sys.modules.pop("pynvml", None)  # torch imports it where it is; a process may have a stand-in in its path
     gc.enable()
     gc.freeze()
-    for each in list(weakref.finalize._registry):  # type: ignore[attr-defined]
-        each.atexit = False  # thousands of torch's operators
+    _keep_at_exit()  # thousands of torch's operators
     return "" if _threads() == 1 else f"the imports have started {_threads() - 1} threads"
 
 
