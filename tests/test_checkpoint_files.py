@@ -27,6 +27,7 @@ from bamboo_ds.state.checkpoints import (
     MANIFEST,
     PARTIAL,
     REPLACED,
+    WRITTEN,
     Status,
     hidden,
     list_checkpoints,
@@ -40,6 +41,7 @@ from bamboo_ds.topology import Layout
 
 from .support.accelerators import FakeAccelerator
 from .support.compare import differences
+from .support.etcd import wait_until
 from .support.leaks import no_leaks
 from .support.savers import (
     LAYOUT,
@@ -304,7 +306,8 @@ def test_full_disk(members: Callable[..., Member], small_disk: Path) -> None:
     pair = [members(0, small_disk), members(1, small_disk)]
     save_all(pair, 1)
     pair[0].save(2)
-    pair[1].save(2, 2000)  # the disk is full for the member that does not lead
+    wait_until(lambda: list(small_disk.glob(f"*/{WRITTEN}0.json")), "what the leading member writes")
+    pair[1].save(2, 2000)  # the disk is full for the other one
     for member in pair:
         member.wait()
     assert os.strerror(errno.ENOSPC) in str(pair[1].failed[0].error)
