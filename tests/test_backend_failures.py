@@ -397,6 +397,23 @@ def test_peer_stopped_in_the_middle_of_connecting(trio: Cluster) -> None:
     check_alive(trio)
 
 
+def test_a_member_that_does_not_come_is_stopped(trio: Cluster) -> None:
+    """Waiting for it is abortable; it takes part in the next epoch."""
+    plan = trio.next_plan()
+    trio[VICTIM].stop()
+    try:
+        for index in (0, 2):
+            trio[index].start("attach", plan)
+        for index in (0, 2):
+            trio[index].wait_blocked()
+            trio[index].control("abort", "m1 is stopped")
+            outcome = trio[index].outcome()
+            assert outcome is not None and outcome.kind == "EpochChanged", outcome
+    finally:
+        trio[VICTIM].resume()
+    check_alive(trio)
+
+
 def test_nobody_listens_where_a_member_should_be() -> None:
     """Who has something to say to it accuses it at once."""
     with cluster(3, world=False, attached=False) as made:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
-import sys
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from bamboo_ds.config import bamboo_config
 
 from .support.jobs import bamboo_command
 from .support.leaks import no_leaks
-from .support.processes import parent_pid, start
 
 pytestmark = pytest.mark.claim("quickstart.md")
 
@@ -26,23 +25,24 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.mark.exhaustive
 @pytest.mark.integration
-@pytest.mark.parametrize("fork", [True, pytest.param(False, marks=pytest.mark.exhaustive)], ids=["forked", "executed"])
-def test_demo_kills_two_stages_and_proves_equality(tmp_path: Path, fork: bool) -> None:
-    own, log = tmp_path / "tmp", tmp_path / "log.txt"
-    own.mkdir()
-    command = [sys.executable, bamboo_command(), "demo", "--steps", "14"]
-    parent_pid()  # the server that processes are forked from outlives the test
-    with no_leaks(), open(log, "wb") as file:
-        process = start(command, {**os.environ, "TMPDIR": str(own), "COLUMNS": "150"}, file.fileno(), fork=fork)
-        code = process.wait(280)
-    output = log.read_text()
-    assert code == 0, output
+def test_demo_kills_two_stages_and_proves_equality(tmp_path: Path) -> None:
+    with no_leaks():
+        run = subprocess.run(
+            [bamboo_command(), "demo", "--steps", "14"],
+            env={**os.environ, "TMPDIR": str(tmp_path), "COLUMNS": "150"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            timeout=280,
+            check=False,
+        )
+    assert run.returncode == 0, run.stdout
     for stage in (0, 2):
-        assert re.search(rf"stage {stage} killed in the middle of iteration \d+ .* yes", output), output
+        assert re.search(rf"stage {stage} killed in the middle of iteration \d+ .* yes", run.stdout), run.stdout
     for what in ("losses of every step", "weights", "optimizer state", "schedule and counters"):
-        assert re.search(rf"{what}: bit-equal .* yes", output), output
-    assert "NO" not in output
-    left = [path for path in own.rglob("*") if not path.is_dir() or path.name.startswith("bamboo-demo")]
+        assert re.search(rf"{what}: bit-equal .* yes", run.stdout), run.stdout
+    assert "NO" not in run.stdout
+    left = [path for path in tmp_path.rglob("*") if not path.is_dir() or path.name.startswith("bamboo-demo")]
     assert not left
 
 

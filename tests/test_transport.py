@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import itertools
 import socket
@@ -14,9 +15,13 @@ import pytest
 import torch
 
 from bamboo_ds.comm import wire
+from bamboo_ds.comm.handshake import Handshake, calling
+from bamboo_ds.comm.places import Place
 from bamboo_ds.comm.transport import Lane, Transport
 from bamboo_ds.errors import ProtocolError
+from bamboo_ds.secret import NONE
 from tests.support.comm_worker import (
+    SECRET,
     Cluster,
     Member,
     Remote,
@@ -207,6 +212,44 @@ def test_nonsense_ends_the_connection_and_not_the_worker() -> None:
         assert outcome is not None and outcome.kind == "PeerLost" and "m0" in outcome.text, outcome
         wait_until(lambda: made[0].control("failures"), "the other end knows")
         made.attach()
+
+
+@pytest.mark.usefixtures("fork_server")
+def test_strangers_at_the_door_delay_no_epoch() -> None:
+    """Silent ones, and some that say they are a member. Each of the silent ones would have cost five seconds."""
+    with cluster(3, world=False, attached=False) as made, contextlib.ExitStack() as stack:
+        plan = made.next_plan()
+        place = Place.parse(plan.places[0])
+        door = place.host, place.port
+        strangers = [stack.enter_context(socket.create_connection(door)) for _ in range(3)]
+        false = []
+        for secret, token in ((NONE, place.token), (SECRET, "another token")):
+            connection = stack.enter_context(socket.create_connection(door))
+            connection.settimeout(10)
+            false.append(Handshake(connection, calling(secret, "wire", token, "m1", "m0")))
+        for words in (b"GET / HTTP/1.1\r\n\r\n", b"\xff" * 200, b"[" * 200_000):
+            stranger = stack.enter_context(socket.create_connection(door))
+            stranger.settimeout(10)
+            stranger.sendall(words)
+            with contextlib.suppress(ConnectionError):
+                assert stranger.recv(1) == b""
+        for name in plan.members:
+            made.members[name].start("attach", plan)
+        seconds = [made.members[name].finish() for name in plan.members]
+        assert max(seconds) < 4.0, seconds
+        for handshake in false:
+            with pytest.raises(ConnectionError):
+                handshake.advance()
+        for stranger in strangers:
+            stranger.settimeout(0.0)
+        assert not any(map(_ended, strangers)), "they have time"
+
+
+def _ended(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(1) == b""
+    except BlockingIOError:
+        return False
 
 
 class NoBuffers:
