@@ -6,7 +6,6 @@ with stock DeepSpeed as the oracle. Many more: ``python -m tests.support.adversa
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import pytest
 
 from .support.adversary import grammar, model
-from .support.adversary.judge import DIFFERS, INVALID, REFUSED, RESTARTS, TRAINS, Verdict, judge, known
+from .support.adversary.judge import DIFFERS, INVALID, REFUSED, TRAINS, Verdict, judge, known
 from .support.adversary.script import Script, parsed, simpler
 
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md", "state.md")
@@ -24,15 +23,16 @@ SUITE = {
     **dict.fromkeys((437, 438, 440, 442, 444, 461, 462, 477), (TRAINS, 1)),
     **dict.fromkeys((464, 466), (REFUSED, 0)),
 }
+#: In the model these run undisturbed, with the losses that were drawn, and with others: so many losses strike.
+STRUCK = {437: 3, 438: 3, 440: 2, 442: 3, 444: 3, 461: 2, 462: 4, 477: 3, 464: 0, 466: 0}
 #: Those that are run as jobs.
 JOBS = (437, 464)
-FURTHER = range(1000, 1040)
 
 
-def seeds(usual: Iterable[int]) -> list[Any]:
+def seeds(usual: Iterable[int], further: int) -> list[Any]:
     """The usual ones, and those of ``make exhaustive``."""
-    rest = [*SUITE.keys() - set(usual), *FURTHER]
-    return [*usual, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in sorted(rest))]
+    rest = [*sorted(SUITE.keys() - set(usual)), *range(1000, 1000 + further)]
+    return [*usual, *(pytest.param(seed, marks=pytest.mark.exhaustive) for seed in rest)]
 
 
 def check(script: Script, verdict: Verdict) -> None:
@@ -43,31 +43,26 @@ def check(script: Script, verdict: Verdict) -> None:
     assert verdict.outcome != DIFFERS or met, f"{verdict.why}\n--script '{script.text()}'"
 
 
-@pytest.mark.parametrize("seed", seeds(SUITE))
+@pytest.mark.parametrize("seed", seeds(SUITE, 200))
 def test_in_the_model(seed: int) -> None:
     script = model.simulable(grammar.draw(seed))
     with model.simulation():
         found = model.judge(script)
     for verdict in found:
         check(script, verdict)
+    if seed in SUITE:
+        assert {verdict.outcome for verdict in found} == {SUITE[seed][0]}
+        assert sum(verdict.kills for verdict in found) == STRUCK[seed]
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("seed", seeds(JOBS))
+@pytest.mark.parametrize("seed", seeds(JOBS, 20))
 def test_as_a_job(seed: int, tmp_path: Path) -> None:
     script = grammar.draw(seed)
     verdict = judge(tmp_path / "job", script)
     check(script, verdict)
     if seed in SUITE:
         assert (verdict.outcome, verdict.kills) == SUITE[seed], verdict.why
-
-
-def test_losses_strike_and_scripts_train() -> None:
-    """So that the model's verdicts mean something."""
-    with model.simulation():
-        found = [verdict for seed in SUITE for verdict in model.judge(model.simulable(grammar.draw(seed)))]
-    counts = Counter(verdict.outcome for verdict in found if verdict.kills)
-    assert counts[TRAINS] + counts[RESTARTS] >= len(SUITE)
 
 
 def test_scripts_are_data() -> None:

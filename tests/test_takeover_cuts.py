@@ -374,14 +374,16 @@ def test_an_heir_passes_on_what_the_layers_of_the_lost_stage_keep(monkeypatch: p
     monkeypatch.setattr(Replication, "send", counting)
     for world in losses_after_a_switch(spec, 0):
         check(world)
-    assert passed_on[True] > 0
+        if passed_on[True] > 1:
+            return
+    pytest.fail("no heir has passed them on")
 
 
 def losses_after_a_switch(spec: Spec, iteration: int) -> Iterator[World]:
     """A loss at the end of ``iteration``, of each member, where owner and shadow of a role change places before."""
-    for seed in range(2):
+    for seed in range(4):
         for victim in sorted(undisturbed(spec, seed).members):
-            for cut in cuts_of(spec, seed, victim, iteration)[-6::2]:
+            for cut in cuts_of(spec, seed, victim, iteration)[-6:]:
                 yield World(spec, seed, (cut,), switch=True).run()
 
 
@@ -431,7 +433,9 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
     monkeypatch.setattr(BatchSupply, "draw_ahead", counting)
     for world in losses_after_a_switch(LINE, 1):
         check(world)
-    assert drawn[True] > 0
+        if drawn[True] > 1:
+            return
+    pytest.fail("none has drawn for others without a pass to do")
 
 
 #: Long enough for copies to be made, and for losses while that goes on.
@@ -474,7 +478,7 @@ def test_losses_while_the_job_heals(case: str, course: int, monkeypatch: pytest.
 
     monkeypatch.setattr(Copies, "complete_arrived", arrived)
     monkeypatch.setattr(Copies, "_complete", counting)
-    for seed in seeds(course, len(HEALING), 2 * len(HEALING)):
+    for seed in seeds(course, 2 * len(HEALING), 2 * len(HEALING)):
         random, spec = Random(seed), HEALING[seed % len(HEALING)]
         before = undisturbed(replace(spec, heals=False), 0)
         first, second = random.sample(sorted(before.members), 2)
