@@ -74,7 +74,7 @@ test-times: $(DEVICE)
 exhaustive: $(DEVICE)
 	$(PYTEST) -m exhaustive
 	BAMBOO_TEST_NCCL=1 $(if $(shell command -v c++),BAMBOO_TEST_FAR_DEVICE=1) $(PYTEST) -m "not real" \
-	  --ignore tests/test_on_nccl.py --ignore tests/test_far_device.py --ignore tests/test_parked.py
+	  --ignore tests/job/test_on_nccl.py --ignore tests/job/test_far_device.py --ignore tests/job/test_parked.py
 
 # Jobs on the tools that users have, as Debian has them, with real hosts that are lost. Needs root, and
 # apt-get install iproute2 openssh-server pdsh slurm-wlm munge etcd-server etcd-client openssl systemd prometheus

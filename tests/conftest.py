@@ -47,10 +47,17 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 #: Fixtures that start processes.
 _STARTERS = {"etcd", "fork_server", "own_etcd", "store", "start", "reference", "make_hosts", "trio"}
+#: Layers of tests that start no process.
+_WITHOUT = {"unit", "model"}
 #: Seconds that tests took when ``make test-times`` measured them, for those that took longer than one.
 _DURATIONS = Path(__file__).with_name("durations.json")
 #: Seconds that a test with processes is taken for that nobody has measured.
 _UNKNOWN_S = 5.0
+
+
+def _layer(item: pytest.Item) -> str:
+    """The folder of a test below ``tests``."""
+    return item.path.relative_to(Path(__file__).parent).parts[0]
 
 
 @pytest.hookimpl(wrapper=True)  # pytest-xdist asks for the groups in a hook that comes before others
@@ -65,6 +72,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if "fork_server" in fixtures:
             item.add_marker(pytest.mark.xdist_group(item.path.name))
             groups[item.path.name] += known.get(item.nodeid, _UNKNOWN_S)
+
+    misplaced = [i.nodeid for i in items if i.get_closest_marker("integration") and _layer(i) in _WITHOUT]
+    assert not misplaced, f"these start processes: {misplaced}"
 
     if session.ON_NCCL:
         left = [item for item in items if not session.has_jobs(item)]

@@ -32,19 +32,19 @@ TORCH = ("2.6.0", "2.7.1", "2.8.0", "2.9.1", "2.10.0", "2.11.0", "2.12.1", "2.13
 DEEPSPEED = ("0.16.9", "0.17.6", "0.18.6", "0.19.2", "0.19.8")
 #: What touches DeepSpeed's and torch's insides, and jobs that lose workers; the longest first.
 TESTS = (
-    "tests/test_precision.py::test_optimizers_of_roles_that_went_elsewhere_leave_memory",
-    "tests/test_precision.py::test_precision[bf16-zero-data]",
-    "tests/test_precision.py::test_precision[fp16-zero-data]",
-    "tests/test_tied.py::test_both_ends_on_one_member",
-    "tests/test_elastic.py::test_members_join",
-    "tests/test_engine_surface.py::test_surface[losses]",
-    "tests/test_engine_surface.py::test_curriculum",
-    "tests/test_converting.py",
-    "tests/test_corruption.py",
-    "tests/test_stored_jobs.py",
-    "tests/test_versions.py",
+    "tests/job/test_precision.py::test_optimizers_of_roles_that_went_elsewhere_leave_memory",
+    "tests/job/test_precision.py::test_precision[bf16-zero-data]",
+    "tests/job/test_precision.py::test_precision[fp16-zero-data]",
+    "tests/job/test_tied.py::test_both_ends_on_one_member",
+    "tests/job/test_elastic.py::test_members_join",
+    "tests/job/test_engine_surface.py::test_surface[losses]",
+    "tests/job/test_engine_surface.py::test_curriculum",
+    "tests/unit/state/test_converting.py",
+    "tests/unit/engine/test_corruption.py",
+    "tests/job/test_stored_jobs.py",
+    "tests/job/test_versions.py",
     *(
-        f"tests/test_backend.py::test_{name}"
+        f"tests/process/test_backend.py::test_{name}"
         for name in (
             "every_call_equals_stock_gloo",
             "torch_knows_the_groups",
@@ -55,8 +55,8 @@ TESTS = (
             "ddp",
         )
     ),
-    "tests/test_schedule.py",
-    "tests/test_state_tree.py",
+    "tests/unit/schedule/test_schedule.py",
+    "tests/unit/state/test_state_tree.py",
 )
 #: Where a test ends when the run fails that it compares with.
 _STOCK = "tests/support/references.py:"

@@ -11,13 +11,13 @@ from pathlib import Path
 import pytest
 
 from bamboo_ds.store.supervisor import die_with_parent
+from tests.process.test_store_security import certificates
 
 from ..support.etcd import wait_until
 from ..support.jobs import TRAIN, Reference, bamboo_command, slow_until, write_config
 from ..support.launching import LaunchedJob
 from ..support.ports import free_port
 from ..support.watching import assert_exact, wait_lost, wait_steps, wait_whole
-from ..test_store_security import certificates
 from .conftest import TOOLS
 
 pytestmark = pytest.mark.claim("reference/cli.md")

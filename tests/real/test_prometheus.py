@@ -7,8 +7,8 @@ import subprocess
 import pytest
 
 from bamboo_ds.observe.events import read_events
+from tests.unit.observe.test_metrics import PROMETHEUS, RECORDED, Folded
 
-from ..test_metrics import PROMETHEUS, RECORDED, Folded
 from .conftest import TOOLS
 
 pytestmark = pytest.mark.claim("guides/observing.md")

@@ -4,7 +4,7 @@ python -m tests.support.mutants [--courses N] [--module NAME ...] [--function NA
 
 A mutant differs in one place: a comparison, a sign, a bound, ``and`` for ``or``, ``min`` for ``max``, a condition that
 is turned round, a sum to which nothing is added. Each runs in a process of its own, forked from one that has imported
-everything. What the courses of :mod:`tests.test_integers` do not notice the other tests of the module get. It
+everything. What the courses of :mod:`tests.model.test_integers` do not notice the other tests of the module get. It
 fails where a mutant survives that :data:`.survivors.SURVIVORS` does not explain, or one is found that is listed there.
 """
 
@@ -26,21 +26,21 @@ from typing import Any
 import click
 import pytest
 
-from ..test_integers import course, elastic, moving
+from ..model.test_integers import course, elastic, moving
 from .survivors import SURVIVORS
 
 ROOT = Path(__file__).parents[2]
 #: Modules, with the tests that notice what takes longer, or is refused, but leads to the same sums.
 TESTS = {
-    "settling": ("tests/test_sums.py",),
-    "program": ("tests/test_schedule.py",),
-    "progress": ("tests/test_decide.py", "tests/test_schedule.py"),
-    "orders": ("tests/test_orders.py", "tests/test_schedule.py"),
-    "spans": ("tests/test_orders.py", "tests/test_schedule.py"),
-    "redundant": ("tests/test_schedule.py",),
-    "syncing": ("tests/test_sums.py",),
-    "rehearsal": ("tests/test_exactness.py",),
-    "timing": ("tests/test_simulate.py",),
+    "settling": ("tests/unit/engine/test_sums.py",),
+    "program": ("tests/unit/schedule/test_schedule.py",),
+    "progress": ("tests/unit/schedule/test_decide.py", "tests/unit/schedule/test_schedule.py"),
+    "orders": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
+    "spans": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
+    "redundant": ("tests/unit/schedule/test_schedule.py",),
+    "syncing": ("tests/unit/engine/test_sums.py",),
+    "rehearsal": ("tests/unit/engine/test_exactness.py",),
+    "timing": ("tests/unit/simulate/test_simulate.py",),
 }
 #: Seconds of a processor after which a mutant counts as found, as something never ends: of courses, and of all.
 COURSES_S, LIMIT_S = 30, 150

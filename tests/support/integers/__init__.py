@@ -15,7 +15,7 @@ What is checked, and where:
 * all members decide alike, in whatever order they know the reports: ``Recovery.decide``
 * owners and replicas have the same state: :func:`check_end`
 
-What the engine's own parts make of it, with tensors and threads: :mod:`tests.test_takeover_cuts`.
+What the engine's own parts make of it, with tensors and threads: :mod:`tests.model.test_takeover_cuts`.
 """
 
 from .case import Case, Fatal
