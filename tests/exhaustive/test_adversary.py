@@ -56,7 +56,7 @@ def test_in_the_model(seed: int) -> None:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize("seed", seeds(JOBS, 20))
+@pytest.mark.parametrize("seed", seeds(JOBS, 8))
 def test_as_a_job(seed: int, tmp_path: Path) -> None:
     script = grammar.draw(seed)
     verdict = judge(tmp_path / "job", script)

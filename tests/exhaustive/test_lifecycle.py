@@ -21,6 +21,7 @@ BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "lifecycle.py"
 
 @pytest.mark.exhaustive
 @pytest.mark.integration
+@pytest.mark.timeout(4 * DEADLINE_S)
 def test_one_uninterrupted_job(tmp_path: Path) -> None:
     """2 x 2 stages: a kill, a joiner, the loss of a host, no etcd for longer than leases last, a spot notice."""
     temporary = TemporaryFolder(tmp_path)
@@ -30,7 +31,7 @@ def test_one_uninterrupted_job(tmp_path: Path) -> None:
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
     ) as process:
         try:
-            output, errors = process.communicate(timeout=1.5 * DEADLINE_S)
+            output, errors = process.communicate(timeout=3 * DEADLINE_S)
         except subprocess.TimeoutExpired:
             os.killpg(process.pid, 2)  # it ends its job
             raise
