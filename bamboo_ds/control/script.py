@@ -17,7 +17,7 @@ from importlib.machinery import SourceFileLoader
 from types import ModuleType, TracebackType
 from typing import Any
 
-from ..errors import UserError
+from ..errors import FatalLoss, UserError
 
 #: Whose frames do not help where an error says what to do.
 _PACKAGES = {"bamboo_ds", "deepspeed", "torch"}
@@ -76,7 +76,7 @@ def _show(kind: type[BaseException], error: BaseException, trace: TracebackType 
             trace = trace.tb_next
     if isinstance(error, UserError) and error.told_by is not None:
         sys.stderr.write(f"bamboo_ds: {kind.__name__}: {error.told_by} tells why\n")
-    elif isinstance(error, UserError):
+    elif isinstance(error, (UserError, FatalLoss)):  # whose messages say it all
         shown = ["Traceback (most recent call last):\n", *_of_the_script(trace)]
         sys.stderr.write("".join([*shown, *traceback.format_exception_only(kind, error)]))
     else:

@@ -157,7 +157,7 @@ def test_freezing_is_told_and_after_a_loss_starts_again(tmp_path: Path, referenc
     result = run(tmp_path, *arguments[3:4], *arguments[4:], "--faults", json.dumps(faults), bamboo={})
     assert len(result.faults()) == 1 and result.exit_code == 0, result.output[-4000:]
     assert len(result.events("restart")) == 1
-    assert "no process runs as rank 1 now: if its script would go on to freeze parameters" in result.output
+    assert "no process runs as rank 1 now. What its script would do to its own stage between two calls" in result.output
     undisturbed = reference(3, 1, 4, *arguments, script=SCRIPT, **CONFIG)
     found = [each["losses"] for each in (*result.ranks().values(), *result.joined())]
     assert found and all(each == undisturbed.ranks()[0]["losses"] for each in found)

@@ -71,6 +71,7 @@ def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
     assert len(result.faults()) == 2
     assert result.exit_code == EXIT_FATAL_LOSS, result.output[-4000:]
     assert result.output.count("bamboo_ds.errors.FatalLoss: no living member holds stage 1 of pipeline 0") == 1
+    assert "train_batch" in result.output and "takeover.py" not in result.output, "the script's lines alone"
     assert str(tmp_path / "checkpoints" / "step2") in result.output
     (event,) = result.events("fatal")
     assert event["stages"] == [[0, 0], [0, 1]] or event["stages"] == [[0, 1]]

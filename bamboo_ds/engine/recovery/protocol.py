@@ -137,10 +137,10 @@ class RecoveryProtocol(InContext):
         if away and self.epoch.leads and not self._told_away:
             self._told_away = True
             logger.warning(
-                "no process runs as rank %s now: if its script would go on to freeze parameters of its own stage, or "
-                "to change its weights, between two calls, nobody does so. Do it for all stages, in "
-                "bamboo_ds.for_each_stage or in the optimizer's step; this is said once",
-                ", ".join(str(plan.world.rank(role)) for role in away),
+                "no process runs as rank %s now. What its script would do to its own stage between two calls, such as "
+                "freezing parameters or changing weights, is not done any more: do it for all stages, in "
+                "bamboo_ds.for_each_stage or in the optimizer's step. This is said once",
+                " or ".join(str(plan.world.rank(role)) for role in away),
             )
 
     def _join(self, decision: Decision, reports: Reports) -> None:
