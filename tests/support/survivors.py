@@ -119,4 +119,26 @@ SURVIVORS: dict[str, dict[str, str]] = {
             "member in span.hosts))"
         ): "the largest of one is that one",
     },
+    "spans.StageSpan.ends": {
+        (
+            "return {kind: [0 if m < done else None for m in range(self.micro_batches)] for kind, done in "
+            "self._done.items()} -> return {kind: [-1 if m < done else None for m in range(self.micro_batches)] "
+            "for kind, done in self._done.items()}"
+        ): "nobody is free before 0",
+    },
+    "spans.StageSpan.connect": {
+        (
+            "given: list[float | None] = [0] * self.micro_batches -> given: list[float | None] = [-1] * "
+            "self.micro_batches"
+        ): "nobody is free before 0",
+    },
+    "spans.StageSpan.run": {
+        "if there > free: -> if there >= free:": "what it is set to is the same then",
+    },
+    "spans.spans_of": {
+        (
+            "cost = 1 if len(parts) == 1 else (end - part.begin) / blocks -> cost = 1 if len(parts) == 0 else "
+            "(end - part.begin) / blocks"
+        ): "the only part has all blocks",
+    },
 }

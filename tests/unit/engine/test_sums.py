@@ -6,7 +6,7 @@ Which sums those are: :mod:`tests.unit.schedule.test_resume`; losses at every cu
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -24,9 +24,10 @@ from bamboo_ds.engine.stage.optimizers import PlainOptimizer
 from bamboo_ds.engine.stage.sharded import ZeroOptimizer
 from bamboo_ds.engine.stage.work import Part
 from bamboo_ds.errors import ConfigError, ProtocolError
-from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable
+from bamboo_ds.schedule import NETWORK_SHARE, PartProgress, affordable, syncs
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from tests.support.jobs import TRAIN
+from tests.support.planning import plan_of
 from tests.support.simulated_deepspeed import WIDTH, Stage
 
 pytestmark = pytest.mark.claim("README.md", "guides/exactness.md", "reference/guarantees.md", "reference/settings.md")
@@ -253,3 +254,14 @@ def test_a_part_goes_back_and_leaves_what_others_have_alone() -> None:
     sums._put_back(runtime, Part(0, 1, {}), Sums(0, [], first, {}, {}))
     assert seen[0] == 0 and seen[1] == values[1] != 0
     assert seen[1]._version == versions[1]
+
+
+def test_whose_sums_somebody_could_use() -> None:
+    """Those of a role with a shadow, of one that is copied, and of slices, which go back to their own."""
+    sliced, plain = Layout(2, 2, slices=2), Layout(1, 2)
+    assert all(syncs(plan_of(sliced, redundant=False), role) for role in sliced.roles)
+    assert all(syncs(plan_of(plain), role) for role in plain.roles)
+    alone = plan_of(plain, redundant=False)
+    assert not any(syncs(alone, role) for role in plain.roles)
+    copied = replace(alone, learners=((1, "m0"),))
+    assert [syncs(copied, role) for role in plain.roles] == [False, True]
