@@ -64,7 +64,8 @@ class Recovery:
         held = [member.runtimes[each] for each in siblings if each in member.runtimes]
         alike = [each for each in held if each.owned or each.valid]
         if not alike:
-            assert role in member.lacked or role in member.runtimes, f"{member.name} has nothing of {role}"
+            gone = member.lacked | member.runtimes.keys()  # or what is there is not valid
+            assert not gone.isdisjoint((role, *siblings)), f"{member.name} has nothing of {role}"
             raise Fatal
         runtime = self._job.runtime(role, steps=alike[0].steps, stale=alike[0].stale)
         runtime.reduced = alike[0].reduced
