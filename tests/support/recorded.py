@@ -87,7 +87,11 @@ def _check_passes(
         expected = Counter(range(first, micro_batches))
         told = f"{member} has done of {role} in iteration {step}: {forwards} forward, {backwards} backward"
         assert backwards == expected + Counter(superseded), told
-        # Forward passes that were done before the sums came.
+        # Forward passes that were done before the sums came. With sums that come a shadow begins anew, behind them;
+        # where a loss goes back to earlier ones, its passes do not follow on those, and are done again.
+        redundant = {s.micro_batch for s in own if s.kind is Kind.REDUNDANT_FORWARD and s.micro_batch is not None}
+        if max((m for m in redundant if m - 1 not in redundant), default=0) > first:
+            forwards.subtract(redundant)
         assert max(forwards.values()) == 1 and forwards.keys() >= expected.keys(), told
         assert first or forwards == expected, told
     kept = sum(each.backwards_kept for each in recoveries)
