@@ -8,6 +8,8 @@ import sys
 import urllib.request
 from pathlib import Path
 
+import fsspec
+
 from .etcd import wait_until
 from .ports import free_port
 
@@ -72,6 +74,8 @@ class S3Server:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+        # Clients are kept by their arguments, among which is no endpoint: the next server would be asked at this one's.
+        fsspec.get_filesystem_class("s3").clear_instance_cache()
 
 
 def keys(url: str) -> list[str]:
