@@ -2,33 +2,17 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bamboo_ds.comm import groups as groups_module
 from tests.support.compare import assert_computed, assert_equal
 from tests.support.jobs import SUPPORT, run_bamboo, write_config
 from tests.support.sliced_jobs import SLICES
 from tests.support.surviving import STEPS, Reference, fault
-from tests.unit.comm.test_late_results import Creating, Members
 
 pytestmark = pytest.mark.claim("reference/limits.md")
-
-
-@pytest.fixture
-def members(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[Members, ThreadPoolExecutor, threading.Event]]:
-    release, Creating.made = threading.Event(), []
-    monkeypatch.setattr(groups_module, "create_inner", lambda *arguments: Creating(release))
-    with ThreadPoolExecutor(3) as pool:
-        made = Members()
-        yield made, pool, release
-        release.set()
-        made.close()
 
 
 # -- a job -------------------------------------------------------------------------------------------------------
