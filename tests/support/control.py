@@ -240,7 +240,7 @@ class Job:
 
     def left(self) -> list[psutil.Process]:
         """Processes of the job that live, zombies of ours apart."""
-        return [p for p in self.seen.values() if _lives(p)]
+        return [p for p in self.seen.values() if lives(p)]
 
     def files_left(self) -> list[str]:
         """Files of the job that remain: below its own temporary folder, and etcd's."""
@@ -269,7 +269,8 @@ class Job:
 BAMBOO = (sys.executable, "-m", "bamboo_ds.cli.main")
 
 
-def _lives(process: psutil.Process) -> bool:
+def lives(process: psutil.Process) -> bool:
+    """Whether it runs: neither has it been waited for, nor could it be."""
     try:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
