@@ -200,7 +200,9 @@ def test_dead_agent_is_noticed_without_waiting_for_its_lease(start: Start, tmp_p
     step = {"step": 1, "loss": 1.5, "seconds": 0.25, "frc_done": 3, "frc_total": 4, "samples": 8}
     job.tell(0, f"event step {json.dumps(step)}")
     job.wait_quietly(lambda: served_at(url) and job.events("step"))
-    told = job.bamboo("web", "--token-file", str(token_file))
+    where = "web", "--token-file", str(token_file)
+    job.wait_quietly(lambda: job.bamboo(*where).returncode == 0)  # the leader tells in etcd where it serves it already
+    told = job.bamboo(*where)
     assert told.returncode == 0 and f"page:    {url}/\n" in told.stdout, told.stderr
     token = token_file.read_text()
     assert token not in told.stdout and token_file.stat().st_mode & 0o777 == 0o600
