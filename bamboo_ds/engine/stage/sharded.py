@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from deepspeed.runtime.utils import get_global_norm_of_tensors
@@ -17,8 +17,12 @@ from ...errors import ProtocolError
 from ...state import Tree
 from .answers import Recorder
 from .commit import Measured
-from .optimizers import HalfOptimizer, StageOptimizer, Tensors, laid_out
+from .optimizers import HalfOptimizer, Stage, StageOptimizer, Tensors, laid_out
 from .shares import Shares, all_reduce
+
+if TYPE_CHECKING:
+    from .deepspeed_adapter import DeepSpeedAdapter
+    from .groups import RoleGroups
 
 #: Elements of a shard that are gathered at once: so much memory, times the pipelines, is taken besides the parameters.
 _PIECE = 1 << 25
@@ -178,6 +182,12 @@ class ZeroOptimizer(ShardedOptimizer):
     """``DeepSpeedZeroOptimizer``, stage 1: a norm per parameter group, summed over pipelines and then over stages."""
 
     sums = 2
+
+    def __init__(self, ds: DeepSpeedAdapter, groups: RoleGroups, runtime: Stage) -> None:
+        super().__init__(ds, groups, runtime)
+        # Its first backward pass would allocate a bucket of `reduce_bucket_size`, of 2 GB by default, for a reduction
+        # that :meth:`average` does in its place: each role, and each replica that computes, would keep one for good.
+        self.wrapper.contiguous_gradients = False
 
     @property
     def norms(self) -> int:
