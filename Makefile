@@ -69,7 +69,7 @@ $(DEVICE): $(STAMP) tests/support/far_device.cpp
 test-times: $(DEVICE)
 	BAMBOO_TEST_TIMES=1 $(PYTEST) --durations=50
 
-# What `unit` leaves out: other points of matrices, other forms of the same jobs, the demo. Then all jobs that reduce
+# What `unit` leaves out: long jobs, other points of matrices, other forms of the same jobs, the demo. Then all jobs that reduce
 # over members, on the work-alike of NCCL, and on the device of tests if there is a compiler for it.
 exhaustive: $(DEVICE)
 	$(PYTEST) -m exhaustive

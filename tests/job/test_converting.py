@@ -74,10 +74,8 @@ CASES = {
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "name",
-    [each if each == "tied-fp32" else pytest.param(each, marks=pytest.mark.exhaustive) for each in CASES],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("name", CASES)
 def test_other_stages_go_on_alike(tmp_path: Path, reference: Reference, name: str) -> None:
     """A job that has lost a member, and saved: its checkpoint is converted to what stock's is, and goes on alike.
 

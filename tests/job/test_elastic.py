@@ -248,6 +248,7 @@ def test_long_iterations_are_interrupted(tmp_path: Path, reference: Reference) -
     assert not result.events("replica_mismatch") and result.events("replica_verified")
 
 
+@pytest.mark.exhaustive
 def test_join_a_job_with_checkpoints(tmp_path: Path, reference: Reference) -> None:
     """A script that resumes by load_checkpoint begins at the job's newest checkpoint."""
     go = tmp_path / "go"
@@ -288,6 +289,7 @@ def assert_measured(result: Result, stages: dict[int, Told]) -> None:
         assert all(layer.boundary_bytes == 4 * 16 * 4 for layer in mine)
 
 
+@pytest.mark.exhaustive
 def test_joiners_that_fail_cost_nothing(tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
     """One has another script, notices that and ends; one dies while it starts, one when it has been admitted.
 

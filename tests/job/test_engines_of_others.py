@@ -53,10 +53,8 @@ def adapter(folder: Path) -> dict[str, torch.Tensor]:
     return whole
 
 
-@pytest.mark.parametrize(
-    "lost",
-    [pytest.param((0, 2), id="both-ends"), pytest.param((1,), id="inner", marks=pytest.mark.exhaustive)],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("lost", [pytest.param((0, 2), id="both-ends"), pytest.param((1,), id="inner")])
 def test_like_diffusion_pipe(tmp_path: Path, reference: Reference, lost: tuple[int, ...]) -> None:
     """Each end draws its own part; optimizer, scheduler and loss come after the engine; the schedule loads first."""
     faults = [fault(rank, 2 + 2 * n, "BackwardPass", 1) for n, rank in enumerate(lost)]

@@ -43,6 +43,7 @@ def owner_of(job: RunningJob, urls: str, rank: int) -> MemberRecord:
     return next(member for member in registered(urls, job.name) if member.id == owner)
 
 
+@pytest.mark.exhaustive
 def test_outage_and_restart(tmp_path: Path, reference: Reference) -> None:
     """etcd stands still for longer than any lease, and than workers go on; later it is killed and comes back.
 

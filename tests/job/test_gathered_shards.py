@@ -37,6 +37,7 @@ def test_jobs(tmp_path: Path, reference: Reference, faults: list[Any], config: d
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 def test_losses_until_one_member_has_several_roles_of_a_stage(tmp_path: Path, reference: Reference) -> None:
     """Healing comes between; what is left of four members are two, and then one."""
     faults = [fault(1, 2, STEPPED, **WAITED_FOR), fault(2, 5, STEPPED), fault(3, 8, STEPPED)]

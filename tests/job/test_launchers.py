@@ -45,8 +45,14 @@ LAUNCHERS = {
 
 
 @pytest.mark.integration
-@pytest.mark.exhaustive
-@pytest.mark.parametrize("launcher", ["deepspeed-module", "torchrun", "srun"])
+@pytest.mark.parametrize(
+    "launcher",
+    [
+        "deepspeed-module",
+        pytest.param("torchrun", marks=pytest.mark.exhaustive),
+        pytest.param("srun", marks=pytest.mark.exhaustive),
+    ],
+)
 def test_a_rank_is_lost_under(launcher: str, tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
     if "module" in launcher:
@@ -85,10 +91,9 @@ def stock_apart(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
 
 
 @pytest.mark.integration
-@pytest.mark.parametrize(
-    "fails", [pytest.param(False, id="draws"), pytest.param(True, id="fails", marks=pytest.mark.exhaustive)]
-)
-@pytest.mark.parametrize("launcher", ["deepspeed", pytest.param("torchrun", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fails", [pytest.param(False, id="draws"), pytest.param(True, id="fails")])
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
 def test_a_worker_that_draws_for_another_rank(
     launcher: str, fails: bool, tmp_path: Path, stock_apart: list[float]
 ) -> None:
@@ -119,6 +124,7 @@ def test_a_worker_that_draws_for_another_rank(
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 def test_bamboo_launch_survives_the_launcher(tmp_path: Path, stock: list[float]) -> None:
     script = prepare(tmp_path, bamboo=True)
     go, told = tmp_path / "go", ["--job", "launched", "--check-exact", "2"]

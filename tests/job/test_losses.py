@@ -115,7 +115,9 @@ Path(out, f"losses-{rank}.json").write_text(json.dumps(losses))
 """
 
 
-@pytest.mark.parametrize(("slow", "evaluates"), [("copy_state", True), ("_build", False)])
+@pytest.mark.parametrize(
+    ("slow", "evaluates"), [("copy_state", True), pytest.param("_build", False, marks=pytest.mark.exhaustive)]
+)
 def test_one_computes_while_another_is_being_built(tmp_path: Path, slow: str, evaluates: bool) -> None:
     """A loss there is survived, whether the last replicas are complete or not made yet: those are made then.
 

@@ -67,7 +67,7 @@ FURTHER: dict[str, Job] = {
 }
 SEEDS = range(3)
 #: What ``make test`` runs; with the second seed on the device of tests as well.
-USUAL = [("two", 0), ("sliced-pass", 1), ("zero-gather", 1)]
+USUAL = [("two", 0), ("sliced-pass", 1)]
 CASES = [*USUAL, *((job, seed) for job in JOBS for seed in SEEDS if (job, seed) not in USUAL)]
 CASES += [(job, 0) for job in FURTHER if job not in dict(USUAL)]
 

@@ -75,6 +75,7 @@ def lose_a_stage(
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 def test_a_loss_takes_back_some_steps_only(tmp_path: Path, reference: Reference) -> None:
     """A plain loop, which replays all; its scheduler and layers count. The script's own checkpoints are as ever."""
     arguments = ("--dropout", "0.1", *SAVED_ONCE, "--count-samples", "--count-passes")

@@ -51,14 +51,8 @@ def are_parked(folder: Path) -> None:
     assert counts and not any(each["lost"] for each in counts), counts
 
 
-@pytest.mark.parametrize(
-    "job",
-    [
-        "fp16-zero-data",
-        pytest.param("bf16-zero", marks=pytest.mark.exhaustive),
-        pytest.param("bf16-data", marks=pytest.mark.exhaustive),
-    ],
-)
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("job", ["fp16-zero-data", "bf16-zero", "bf16-data"])
 def test_they_take_over(tmp_path: Path, reference: Reference, job: str) -> None:
     """The first steps are checked: a replica is on the device for its rehearsal, and parked again."""
     precision, pipelines, stages, loss = test_precision.JOBS[job]

@@ -45,6 +45,7 @@ def steps_of(events: list[dict[str, Any]]) -> list[list[int]]:
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, reference: Reference) -> None:
     """A plain loop that saves; its scheduler and layers count. The restart is hit while it replays what was done."""
     arguments = (*ARGUMENTS, "--count-samples", "--count-passes")
@@ -87,6 +88,7 @@ def fill(job: Job) -> int:
     return found
 
 
+@pytest.mark.exhaustive
 @pytest.mark.parametrize("terminal", ["closed", "full"])
 def test_a_terminal_that_takes_nothing_delays_no_restart(start: Start, terminal: str) -> None:
     reading, writing = os.pipe()

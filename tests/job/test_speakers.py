@@ -32,6 +32,7 @@ def values(folder: Path) -> dict[str, list[list[Any]]]:
 
 
 @pytest.mark.integration
+@pytest.mark.exhaustive
 def test_megatron_s_output_goes_on(tmp_path: Path) -> None:
     """The last rank is lost, then rank 0; then somebody joins as one of them. Nothing is missing, nothing is twice."""
     # The speaker needs what the lost rank does in that step: it has told of the step before, as the lost rank has.

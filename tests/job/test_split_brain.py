@@ -35,7 +35,8 @@ def times(result: Result, kind: str, members: set[str]) -> list[datetime]:
     return [datetime.fromisoformat(e["time"]) for e in result.events(kind) if e["member"] in members]
 
 
-@pytest.mark.parametrize("fault", ["cut", pytest.param("stop", marks=pytest.mark.exhaustive)])
+@pytest.mark.exhaustive
+@pytest.mark.parametrize("fault", ["cut", "stop"])
 def test_the_job_goes_on_once(tmp_path: Path, reference: Reference, make_hosts: MakeHosts, fault: str) -> None:
     """Its members see each other and not etcd, or are held and wake up when others have gone on for long."""
     block = {

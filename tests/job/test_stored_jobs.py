@@ -114,6 +114,7 @@ def test_members_are_killed_while_they_upload(tmp_path: Path, reference: Referen
     assert {info.status for info in store.checkpoints()} <= {Status.COMPLETE, Status.UNFINISHED}
 
 
+@pytest.mark.exhaustive
 def test_training_goes_on_without_the_store(
     tmp_path: Path, reference: Reference, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -201,6 +202,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 """
 
 
+@pytest.mark.exhaustive
 def test_parts_that_a_killed_member_has_sent_do_not_stay(
     url: str, members: Callable[..., Member], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -75,6 +75,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
     }
 
 
+@pytest.mark.exhaustive
 def test_another_user_of_the_host(tmp_path: Path, reference: Reference) -> None:
     """The job's etcd serves everybody, which is the worst that a user can do: what is written there is not followed."""
     config = write_config(tmp_path, {"redundancy": {"verify_every": 5}})

@@ -535,6 +535,7 @@ def train_with_ddp(member: Member) -> Any:
     return [portable(parameter) for parameter in model.parameters()]
 
 
+@pytest.mark.exhaustive
 def test_ddp() -> None:
     """It calls from C++, and computes on this backend what it computes on stock gloo."""
     with cluster(2, stock=True) as stock, cluster(2) as bamboo:

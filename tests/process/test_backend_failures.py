@@ -202,6 +202,7 @@ def first_to_raise(survivors: list[Remote], operation: str) -> dict[str, Raised 
     return outcomes
 
 
+@pytest.mark.exhaustive
 def test_killed_peer_under_every_operation() -> None:
     """One process per operation dies; its successor joins in the next epoch."""
     killed = 0

@@ -120,6 +120,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.exhaustive
 def test_a_script_that_forks(tmp_path: Path) -> None:
     """What its child ends with concerns nobody."""
     result = run_text(tmp_path, FORKS)

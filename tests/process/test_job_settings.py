@@ -35,7 +35,13 @@ print("FENCE", current_job().channel.newest_plan.fence_s)
     [
         ({"recovery": {"max_restarts": 0}}, [], 0, ["FENCE None"]),
         ({"membership": {"lease_ttl_s": 9}}, ["--lease-ttl-s", "8"], 0, ["FENCE 120.0"]),
-        ({"membership": {"lease_ttl_s": 9}}, [], 1, ["bamboo.membership.lease_ttl_s is 9.0 here and 5 in the job"]),
+        pytest.param(
+            {"membership": {"lease_ttl_s": 9}},
+            [],
+            1,
+            ["bamboo.membership.lease_ttl_s is 9.0 here and 5 in the job"],
+            marks=pytest.mark.exhaustive,
+        ),
     ],
     ids=["leader's", "given", "agents'"],
 )

@@ -53,7 +53,10 @@ def held_by_the_kernel(pid: int, alive: bool) -> Iterator[None]:
 
 @pytest.mark.parametrize(
     ("alive", "told"),
-    [(True, "does not end although it was killed"), (False, "the kernel still holds its memory or its devices")],
+    [
+        (True, "does not end although it was killed"),
+        pytest.param(False, "the kernel still holds its memory or its devices", marks=pytest.mark.exhaustive),
+    ],
 )
 def test_a_worker_that_cannot_be_killed_is_lost_all_the_same(start: Callable[..., Job], alive: bool, told: str) -> None:
     job = start(3, "--heartbeat-timeout-s", "4", "--lease-ttl-s", "60").run()
