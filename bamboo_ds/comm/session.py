@@ -302,10 +302,10 @@ class Session:
         return self._attachment.through_host()
 
     def among_slices(
-        self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
+        self, own: Sequence[int], ranks: Sequence[int], passing: bool = False
     ) -> AbstractContextManager[None]:
         """See :meth:`Attachment.among_slices`."""
-        return self._attachment.among_slices(home, ranks, passing)
+        return self._attachment.among_slices(own, ranks, passing)
 
     def confirm(self, operation: str) -> None:
         """Make sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.

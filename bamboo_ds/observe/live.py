@@ -203,7 +203,7 @@ class LiveJob:
                 "name": now.name(each.id),
                 "host": each.host or told.host,
                 "leader": overview is not None and each.id == overview.leader,
-                "home": told.home if each.home is None else each.home,
+                "script_rank": told.script_rank if each.script_rank is None else each.script_rank,
                 "notice": told.notice,
                 "joined": told.joined,
                 "load": duties.load,

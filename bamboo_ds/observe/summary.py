@@ -58,7 +58,7 @@ def failure_of(job: JobModel) -> Failure | None:
     first = next((lost[member] for member in job.fatal_loss.members if member in lost), None)
     if first is None:
         return None
-    return Failure(f"{_who(first.id, first.home, first.host)} {how(first.reason, first.detail)}", None)
+    return Failure(f"{_who(first.id, first.script_rank, first.host)} {how(first.reason, first.detail)}", None)
 
 
 def ending(job: JobModel) -> list[str]:

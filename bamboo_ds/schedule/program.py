@@ -85,7 +85,7 @@ def member_program(
         The program, which is cached: treat the instructions as immutable.
 
     Raises:
-        ProtocolError: the plan does not list ``member``, has unheld roles, or does not fit ``progress``.
+        ProtocolError: the plan does not list ``member``, has lost roles, or does not fit ``progress``.
         ValueError: the plan has no layout yet.
     """
     _check_member(plan, member)
@@ -117,7 +117,7 @@ def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Co
         program += [UseRole(role), ReduceTiedGrads()]
     for role in plan.owned_by(member):
         program += [UseRole(role), ReduceGrads()]
-    copied = {plan.world.role(rank) for rank, _ in plan.learners}
+    copied = {plan.world.role(rank) for rank, _ in plan.builders}
     for role in plan.owned_by(member):
         if plan.shadow(role) is not None or role in copied:
             program += [UseRole(role), SendReplica()]
@@ -140,7 +140,7 @@ def commit_program(plan: Plan, member: str) -> Program:
 
 def _followed(plan: Plan, member: str) -> tuple[Role, ...]:
     """Roles whose reduced gradients ``member`` receives: those that it shadows or makes a copy of, in rank order."""
-    return tuple(sorted((*plan.shadowed_by(member), *plan.learned_by(member)), key=plan.world.rank))
+    return tuple(sorted((*plan.shadowed_by(member), *plan.built_by(member)), key=plan.world.rank))
 
 
 @lru_cache(maxsize=64)
@@ -217,5 +217,5 @@ def _member_program(
 def _check_member(plan: Plan, member: str) -> None:
     if member not in plan.members:
         raise ProtocolError(f"the plan of epoch {plan.epoch} does not list member {member}: it has no program")
-    if plan.unheld:
-        raise ProtocolError(f"the plan of epoch {plan.epoch} has unheld ranks {plan.unheld}: nothing can go on")
+    if plan.lost_roles:
+        raise ProtocolError(f"the plan of epoch {plan.epoch} has lost roles {plan.lost_roles}: nothing can go on")

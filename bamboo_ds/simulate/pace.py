@@ -285,8 +285,8 @@ class Pace:
         for rank, shadow in enumerate(plan.shadows):
             if shadow is not None:
                 followers[rank].append(shadow)
-        for rank, learner in plan.learners:
-            followers[rank].append(learner)
+        for rank, builder in plan.builders:
+            followers[rank].append(builder)
         for rank, owner in enumerate(plan.owners):
             stage = rank // pipelines
             size = self.parameters[stage] * self.profile.gradient_bytes / network
@@ -334,7 +334,7 @@ class Stretch:
     @property
     def bare_s(self) -> float:
         """Seconds that it would take without replicas: passes, reduction and update alone."""
-        gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), learners=()))
+        gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), builders=()))
         return self._passes_s + gradients_s + update_s
 
     def after(self, plan: Plan, at_s: float, noticed_s: float | None = None) -> Stretch:
@@ -364,7 +364,7 @@ class Stretch:
         for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
             now, changed = found[role], [new != old for new, old in zip(computing, before[rank], strict=True)]
             heir = plan.owner(role)
-            near = heir == self.plan.shadow(role) or (rank, heir) in self.plan.learners or len(now.parts) > 1
+            near = heir == self.plan.shadow(role) or (rank, heir) in self.plan.builders or len(now.parts) > 1
             sums = [pace.sums_of(part) if near else () for part in synced[role].parts]
             given = [part.backwards for part in pace.behind(done, role)]
             held = tuple(

@@ -115,7 +115,7 @@ class _Explanation:
     def _how(self, rank: int, member: str) -> str:
         move = self._sources.get((rank, member))
         if move is None:
-            if rank in self._new.unheld:
+            if rank in self._new.lost_roles:
                 return "nobody holds its state, which comes from a checkpoint"
             return "which holds its state already"
         size = f" ({move.bytes / 2**20:.1f} MiB)" if self._costs.state_bytes else ""
@@ -217,8 +217,8 @@ class _Explanation:
         leaving = [member.id for member in roster.usable if member.leaving]
         if leaving:
             found.append("everybody is leaving, so members that are leaving keep their roles")
-        if new.unheld:
-            held = ", ".join(str(new.world.role(rank)) for rank in new.unheld)
+        if new.lost_roles:
+            held = ", ".join(str(new.world.role(rank)) for rank in new.lost_roles)
             found.append(f"no living member holds {held}: only a checkpoint helps")
         if usable == 1:
             found.append(f"no role has a shadow: {roster.usable[0].id} is the only member")

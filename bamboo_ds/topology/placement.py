@@ -145,15 +145,15 @@ def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float) ->
     """
     board = board.copy()
     roster, finder = board.roster, Loads(board.loads)
-    homes: dict[int, list[str]] = {}
+    script_ranks: dict[int, list[str]] = {}
     for candidate in roster.usable:
-        homes.setdefault(candidate.home, []).append(candidate.id)
+        script_ranks.setdefault(candidate.script_rank, []).append(candidate.id)
     busy = {owner for owner in board.owners if owner is not None}
     doubles = len(ranks) - (len(board.loads) - len(busy))
     for rank in ranks:
         wishes = [
             (_neighbour(board, rank, level) if doubles > 0 else None, level),
-            (next((m for m in homes.get(rank, ()) if m not in busy), None), level),
+            (next((m for m in script_ranks.get(rank, ()) if m not in busy), None), level),
             # Zones are worth no second role.
             (finder.least(roster.zones, board.zones_beside(rank)), level),
         ]

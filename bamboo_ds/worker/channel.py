@@ -59,7 +59,7 @@ class WorkerChannel:
     Attributes:
         member: id of the member that this process is the worker of.
         job: name of the job.
-        rank: the rank that the script runs as, its home; at the start of the job the slot's number.
+        rank: the rank that the script runs as; at the start of the job the slot's number.
         world_size: number of slots at the start of the job.
         address: IP address that other workers reach this one at; the only one to bind to.
         joiner: the job was running already when this worker was started.

@@ -65,7 +65,9 @@ def _construction(job: Job, cls: type, pipeline: bool) -> Callable[..., None]:
             self.__dict__[_FOUNDERS] = {}
             cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
             return
-        founders = self.__dict__[_FOUNDERS] = dict(zip(reversed(plan.homes), reversed(plan.members), strict=True))
+        founders = self.__dict__[_FOUNDERS] = dict(
+            zip(reversed(plan.script_ranks), reversed(plan.members), strict=True)
+        )
         _run(job, founders, pipeline, "__init__", lambda: cls.__init__(self, *args, **kwargs))  # type: ignore[misc]
 
     return construct

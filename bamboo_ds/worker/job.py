@@ -166,8 +166,8 @@ class Job:
                 f"member {self.channel.member} is not in the plan of epoch {plan.epoch}: it was taken for lost and "
                 "others own its roles now; the worker stops"
             )
-        if plan.unheld:
-            roles = [plan.world.role(rank) for rank in plan.unheld] if plan.layout else []
+        if plan.lost_roles:
+            roles = [plan.world.role(rank) for rank in plan.lost_roles] if plan.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]
             raise FatalLoss(stages, plan.lost, self.newest_checkpoint(plan))
         with self._lock:

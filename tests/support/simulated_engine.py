@@ -477,7 +477,9 @@ class World:
         self._planned: tuple[int, tuple[WorkerState, ...]] | None = None
         self._change: Plan | None = None
         self._records = {
-            name: MemberRecord(id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=n)
+            name: MemberRecord(
+                id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", script_rank=n
+            )
             for n, name in enumerate(names)
         }
         self._reports = {name: self._report(name) for name in names}
@@ -569,7 +571,7 @@ class World:
         found += [member.job.dismiss for member in joining if self.over()]
         if self.spec.leaves and started and self.leaving is None and self.random.random() < 0.3:
             found.append(self._leave)
-        if self.plan.unheld:
+        if self.plan.lost_roles:
             return found  # the job ends
         if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
@@ -648,11 +650,13 @@ class World:
         """A member begins to run the script, in the place of one that is lost as long as there is one."""
         number = len(self.members) - self.layout.size - len(self.fed)
         name = f"j{number}"
-        home = self._records[self.killed[number]].home if number < len(self.killed) else number % self.layout.size
-        self._begin(name, home)
+        script_rank = (
+            self._records[self.killed[number]].script_rank if number < len(self.killed) else number % self.layout.size
+        )
+        self._begin(name, script_rank)
 
-    def _begin(self, name: str, home: int, feeder: bool = False) -> None:
-        """A worker begins to run the script as rank ``home``."""
+    def _begin(self, name: str, script_rank: int, feeder: bool = False) -> None:
+        """A worker begins to run the script as rank ``script_rank``."""
         record = MemberRecord(
             id=name,
             slot=len(self.members),
@@ -661,12 +665,12 @@ class World:
             pid=1,
             agent_pid=2,
             incarnation="x",
-            home=home,
+            script_rank=script_rank,
             joiner=True,
             feeder=feeder,
         )
         self._records[name], self.done[name] = record, []
-        member = self.members[name] = self.kind(self, name, home, self.plan, joiner=True)
+        member = self.members[name] = self.kind(self, name, script_rank, self.plan, joiner=True)
         self.turns.add(name, member.run)
 
     def answer(self, name: str, key: str) -> str:

@@ -188,8 +188,8 @@ class Job:
         self.world.awaited.append(self.known.epoch > after)
 
     def enter(self, plan: Plan) -> None:
-        if plan.unheld:
-            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
+        if plan.lost_roles:
+            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.lost_roles)]
             raise FatalLoss(stages, plan.lost, None)
         if self.dismissed or self.session.member not in plan.members:
             raise Left(f"{self.session.member} has left")
@@ -204,7 +204,7 @@ class Job:
         def there() -> bool:
             if self.dismissed:
                 return True
-            if waits and not self.known.unheld:
+            if waits and not self.known.lost_roles:
                 return self.session.member in self.known.members
             return self.known.epoch > after
 

@@ -85,7 +85,7 @@ class Lanes:
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
         """Args:
-        plan: the plan, without unheld roles.
+        plan: the plan, without lost roles.
         shadow_gradients: whether gradients are also sent to shadows.
         """
         self._begin()
@@ -109,7 +109,7 @@ class Lanes:
                 self._add(Stream.SUMS, role, shadow, owner, NEWEST_SUMS)
                 # It loads micro-batches, if its part is at an end of the pipeline.
                 helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
-            builders = [builder for rank, builder in plan.learners if rank == layout.rank(role)]
+            builders = [builder for rank, builder in plan.builders if rank == layout.rank(role)]
             for holder in (*((shadow,) if shadow is not None else ()), *builders):
                 self._add(Stream.SUMS, role, owner, holder, NEWEST_SUMS)
                 for stream in (Stream.REPLICA, Stream.STATE, Stream.TOLD):
@@ -198,7 +198,7 @@ class RehearsalLanes(Lanes):
 
     def __init__(self, plan: Plan) -> None:
         """Args:
-        plan: the plan, without unheld roles.
+        plan: the plan, without lost roles.
         """
         self._begin()
         self.roles: list[Role] = []
@@ -234,7 +234,7 @@ def _interested(plan: Plan, role: Role) -> list[str]:
     """
 
     def followers(each: Role) -> set[str | None]:
-        builders = {builder for rank, builder in plan.learners if rank == plan.world.rank(each)}
+        builders = {builder for rank, builder in plan.builders if rank == plan.world.rank(each)}
         return {plan.owner(each), plan.shadow(each), *builders}
 
     siblings = plan.world.siblings(role)

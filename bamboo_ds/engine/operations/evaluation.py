@@ -152,7 +152,7 @@ class Evaluation(InContext):
             same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
             self.iteration.replication.send_layers(runtime.role, None if same else layers)
         plan, member = self.epoch.plan, self.epoch.member
-        for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
+        for role in (*plan.shadowed_by(member), *plan.built_by(member)):
             layers = self.iteration.replication.receive_layers(role)
             if layers is not None:
                 self._changed[role] = layers

@@ -142,7 +142,7 @@ def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role,
     for report in reports.values():
         for each in report.roles:
             role = Role(*each.role)
-            away = plan.home(plan.owner(role)) != plan.world.rank(role)
+            away = plan.script_rank(plan.owner(role)) != plan.world.rank(role)
             delivered = decision.mode == "commit" or decision.progress[role].reduced
             found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
     return found

@@ -47,7 +47,7 @@ class RoleTransfer(InContext):
             FatalLoss: this member has no valid state for a role that the plan gives to it.
         """
         member, runtimes = self.epoch.member, self.binding.runtimes
-        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.learned_by(member)}
+        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.built_by(member)}
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not runtime.usable:

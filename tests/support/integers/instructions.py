@@ -105,7 +105,7 @@ class Instructions:
         """Whom the owner of a role tells what it does."""
         plan = member.plan
         rank, shadow = self._layout.rank(role), plan.shadow(role)
-        builders = [builder for learned, builder in plan.learners if learned == rank]
+        builders = [builder for learned, builder in plan.builders if learned == rank]
         return [*([] if shadow is None else [shadow]), *builders]
 
     def _load(self, member: Member, step: Step) -> None:

@@ -205,7 +205,7 @@ class Member:
 
     name: str
     epoch: Epoch
-    home: Role
+    script_rank: Role
     runtimes: dict[Role, Runtime] = field(default_factory=dict)
     sums: dict[tuple[Role, int, int], dict[int, tuple[int, ...]]] = field(default_factory=lambda: defaultdict(dict))
     step: int = 0

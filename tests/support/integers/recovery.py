@@ -38,7 +38,7 @@ class Recovery:
     def follow(self, member: Member) -> None:
         """As :meth:`bamboo_ds.engine.recovery.roles.RoleTransfer.follow`."""
         plan, runtimes, name = member.plan, member.runtimes, member.name
-        owned, followed = plan.owned_by(name), {*plan.shadowed_by(name), *plan.learned_by(name)}
+        owned, followed = plan.owned_by(name), {*plan.shadowed_by(name), *plan.built_by(name)}
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not (runtime.owned or runtime.valid):

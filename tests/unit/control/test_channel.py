@@ -93,7 +93,7 @@ def agent() -> Iterator[Agent]:
 
 
 def test_messages_survive_their_line() -> None:
-    plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), unheld=(1,))
+    plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), lost_roles=(1,))
     assert parse_to_worker(PlanPush(plan=plan).to_line()) == PlanPush(plan=plan)
     for message in (
         Heartbeat(step=3, checkpoint="/x"),

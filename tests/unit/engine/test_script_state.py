@@ -91,7 +91,7 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
 def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
     builder = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
-    lanes = Lanes(replace(plan, learners=((0, builder),)), False)
+    lanes = Lanes(replace(plan, builders=((0, builder),)), False)
     assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
     sent: list[Any] = []
     transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)

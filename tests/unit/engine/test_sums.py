@@ -263,5 +263,5 @@ def test_whose_sums_somebody_could_use() -> None:
     assert all(syncs(plan_of(plain), role) for role in plain.roles)
     alone = plan_of(plain, redundant=False)
     assert not any(syncs(alone, role) for role in plain.roles)
-    copied = replace(alone, learners=((1, "m0"),))
+    copied = replace(alone, builders=((1, "m0"),))
     assert [syncs(copied, role) for role in plain.roles] == [False, True]

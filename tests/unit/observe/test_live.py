@@ -165,7 +165,7 @@ def test_the_predicted_effect_of_a_loss_is_the_planners(sharded: bool, slices: i
     duties = Grid.of_plan(plan).duties
     for member in members:
         after = takeover(plan, [member])
-        fatal = [(layout.role(rank).pipeline, layout.role(rank).stage) for rank in after.unheld]
+        fatal = [(layout.role(rank).pipeline, layout.role(rank).stage) for rank in after.lost_roles]
         assert duties[member].fatal == fatal
         assert {each.role for each in duties[member].heirs} == {
             (role.pipeline, role.stage) for role in plan.owned_by(member)

@@ -43,7 +43,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
     micro_batches = draw(st.integers(1, 12))
     for _ in range(draw(st.integers(0, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
@@ -52,7 +52,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
 
 
 def anything(random: Random) -> tuple[Plan, int, Progress]:
-    """Owners, shadows, learners and standbys anywhere, lent parts, measured costs, tensor slices, any progress."""
+    """Owners, shadows, builders and standbys anywhere, lent parts, measured costs, tensor slices, any progress."""
     slices, micro_batches = random.choice([1, 1, 1, 2]), random.randint(1, 8)
     stages, pipelines = random.randint(1, 6), random.randint(1, 4) * slices
     blocks = tuple(random.randint(1, 4) for _ in range(stages)) if slices == 1 and random.random() < 0.6 else ()
@@ -69,9 +69,9 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         for rank, role in enumerate(layout.roles)
         if blocks and blocks[role.stage] > 1 and shadows[rank] is not None and random.random() < 0.4
     ]
-    learners = [(rank, random.choice(names)) for rank in range(layout.size) if random.random() < 0.1]
+    builders = [(rank, random.choice(names)) for rank in range(layout.size) if random.random() < 0.1]
     plan = replace(plan, members=names, owners=tuple(owners), shadows=tuple(shadows))
-    plan = replace(plan, lent=tuple(lent), learners=tuple(learners))
+    plan = replace(plan, lent=tuple(lent), builders=tuple(builders))
     if random.random() < 0.5:
         seconds = [[random.choice((1.0, 1.0, 0.35, 2.1)) for _ in range(layout.blocks_of(s))] for s in range(stages)]
         slow = tuple((member, random.choice((1.5, 0.7))) for member in names if random.random() < 0.2)
@@ -205,7 +205,7 @@ def passes_of(plan: Plan, member: str, micro_batches: int, progress: Progress) -
 
 @pytest.mark.parametrize("block", range(4))
 def test_every_member_finds_its_part_of_the_order_of_the_whole_world(block: int) -> None:
-    """From the copies alone that it is connected with: with losses, standbys, learners, lent parts and slices."""
+    """From the copies alone that it is connected with: with losses, standbys, builders, lent parts and slices."""
     met: Counter[str] = Counter()
     for seed in range(100 * block, 100 * (block + 1)):
         plan, micro_batches, progress = anything(Random(seed))

@@ -26,7 +26,7 @@ from bamboo_ds.topology import (
 )
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover
-from tests.support.planning import Learners, at_rest, learning, plan_of
+from tests.support.planning import Builders, at_rest, learning, plan_of
 from tests.support.programs import play
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
@@ -40,13 +40,13 @@ def job(pipelines: int, stages: int, blocks: int) -> Plan:
 
 
 def candidates(members: list[str], size: int, hosts: dict[str, str]) -> list[Candidate]:
-    return [Candidate(m, n, host=hosts.get(m, m), home=n % size) for n, m in enumerate(members)]
+    return [Candidate(m, n, host=hosts.get(m, m), script_rank=n % size) for n, m in enumerate(members)]
 
 
 def settled(plan: Plan, members: list[Candidate]) -> Plan:
     """What the planner makes of it, when all copies are made. It comes to rest at once, or after one more change."""
     for _ in range(3):
-        before, plan = plan, replace(best_plan(plan, members, policy=POLICY), learners=())
+        before, plan = plan, replace(best_plan(plan, members, policy=POLICY), builders=())
         if (plan.owners, plan.shadows, plan.lent) == (before.owners, before.shadows, before.lent):
             return plan
     raise AssertionError(f"it does not come to rest: {plan}")
@@ -67,7 +67,7 @@ def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int)
         if random.random() < 0.6 and len(alive) > 1:
             lost = random.choice(alive)
             plan = takeover(plan, {lost})
-            if plan.unheld:
+            if plan.lost_roles:
                 return
             alive.remove(lost)
         else:
@@ -101,22 +101,22 @@ def test_copies_lead_to_rest(seed: int) -> None:
         if random.random() < 0.6 and len(alive) > 1:
             lost = random.choice(alive)
             after = takeover(plan, {lost})
-            if after.unheld:
+            if after.lost_roles:
                 return
             plan = after
             alive.remove(lost)
         else:
             alive.append(f"m{joined}")
             joined += 1
-        members = [Candidate(m, int(m[1:]), m, home=int(m[1:]) % size) for m in alive]
+        members = [Candidate(m, int(m[1:]), m, script_rank=int(m[1:]) % size) for m in alive]
         plan, targets = at_rest(plan, members, POLICY, random, copying)
         assert targets <= 4
         again = best_plan(plan, members, policy=POLICY)
         assert (again.owners, again.shadows, again.lent) == (plan.owners, plan.shadows, plan.lent)
 
 
-def copying(plan: Plan, members: list[Candidate], target: Plan, learners: Learners) -> Plan:
-    return learning(plan, members, learners, lent=divided(plan, Costs(), plan.cuts, POLICY.min_gain))
+def copying(plan: Plan, members: list[Candidate], target: Plan, builders: Builders) -> Plan:
+    return learning(plan, members, builders, lent=divided(plan, Costs(), plan.cuts, POLICY.min_gain))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +211,7 @@ def test_a_thousand_members() -> None:
     plan = job(64, 16, 4)
     for lost in Random(1).sample(list(plan.members), 8):
         after = takeover(plan, {lost})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     after = best_plan(plan, candidates(list(plan.members), 1024, {}), policy=POLICY)
     assert predicted_s(after, Costs()) == 1.25
 
@@ -305,7 +305,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     plan = replace(plan, lent=tuple(lent), costs=costs)
     for _ in range(draw(st.integers(0, 2))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     progress = {}
     cuts = {each.rank: each.cut for each in lent}
     for rank, role in enumerate(plan.world.roles):
