@@ -38,9 +38,8 @@ def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
     """The same of ``count`` members, each on a host of its own."""
     size = pace.layout.size
     limit = config.topology.memory_limit
-    return placed(
-        pace, [Candidate(f"m{n}", n, f"m{n}", script_rank=n % size, memory=limit) for n in range(count)], config
-    )
+    members = [Candidate(f"m{n}", n, f"m{n}", script_rank=n % size, memory=limit) for n in range(count)]
+    return placed(pace, members, config)
 
 
 @dataclass(eq=False)
@@ -113,16 +112,9 @@ class BambooJob(SimulatedTraining):
     def _register(self, node: str) -> None:
         super()._register(node)
         slot, size = self.ready[node], self._pace.layout.size
-        known = {
-            "id": node,
-            "slot": slot,
-            "host": node,
-            "zone": self.market.zones.get(node, ""),
-            "script_rank": slot % size,
-        }
-        self._records[node] = MemberRecord(
-            **known, address="", pid=0, agent_pid=0, incarnation="", joiner=self.env.now > 0
-        )
+        where = {"slot": slot, "host": node, "zone": self.market.zones.get(node, ""), "script_rank": slot % size}
+        process = {"address": "", "pid": 0, "agent_pid": 0, "incarnation": "", "joiner": self.env.now > 0}
+        self._records[node] = MemberRecord(id=node, **where, **process)
         layout = self._pace.layout
         told = {"redundant": self._config.redundancy.mode.replicas, "memory": self._config.topology.memory_limit}
         self._reports[node] = LayoutRecord(id=node, layout=layout, iterators=False, **told)

@@ -51,8 +51,7 @@ class Division(InContext):
         self.binding.refresh()
         for role, runtime in self.binding.runtimes.items():
             parts, computers = progress[role].parts, members[plan.world.rank(role)]
-            ends = [*(part.begin for part in parts[1:]), runtime.blocks]
-            mine = [(part, end) for part, end, each in zip(parts, ends, computers, strict=True) if each == member]
+            mine = [part for part, each in zip(parts, computers, strict=True) if each == member]
             runtime.share.helps = bool(mine) and not runtime.owned
             runtime.share.received = None
             if not mine:
@@ -64,14 +63,14 @@ class Division(InContext):
                 looks = runtime.owned and runtime.stage.cuts is None and len(parts) == 1 and not runtime.stage.whole
                 looks = looks and not runtime.layers.generators  # backward passes may draw from them
                 runtime.stage.search = CutSearch(runtime.stage) if looks else None
-            ranges = [(part.begin, end) for part, end in mine]
+            ranges = [part.blocks for part in mine]
             if progress[role].reduced:
                 runtime.share.divide(ranges)
                 continue
             if any(part.begun and (part.begin, part.end) not in ranges for part in runtime.share.parts):
                 runtime.begin_again()
             runtime.share.divide(ranges)
-            for part, (to, _) in zip(runtime.share.parts, mine, strict=True):
+            for part, to in zip(runtime.share.parts, mine, strict=True):
                 self.sums.move(runtime, part, to)
         if self.progress.resumed:
             self._use_given(progress)

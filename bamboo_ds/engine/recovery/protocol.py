@@ -10,7 +10,7 @@ from ...comm.attachment import LISTENER
 from ...comm.calls.script import ScriptCollectives
 from ...errors import FatalLoss
 from ...observe.spans import Kind
-from ...schedule import Decision
+from ...schedule import Decision, PartProgress
 from ...topology import Plan
 from ...worker import plan_changes as plan_change
 from ..checkpoints.saving import Saves
@@ -26,11 +26,9 @@ from .copies import Copies
 from .reports import (
     JobFacts,
     MemberReport,
-    PartReport,
     Reports,
     RoleReport,
     ScriptReport,
-    SumsReport,
     decision_of,
     newest_of,
 )
@@ -210,7 +208,7 @@ class RecoveryProtocol(InContext):
             replicas=self.copies.replicas(),
             copying={layout.rank(role): each.source for role, each in self.copies.constructions.items()},
             sums=tuple(
-                SumsReport(rank=layout.rank(role), begin=begin, end=end, counts=counts)
+                (layout.rank(role), PartProgress(begin, end, sums=counts))
                 for role, begin, end, counts in self.iteration.sums.held()
             ),
             joining=self.progress.joining,
@@ -228,17 +226,7 @@ class RecoveryProtocol(InContext):
         )
 
 
-def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:
+def _told(runtime: StageRuntime) -> tuple[PartProgress, ...]:
     """The parts of a stage that are computed here."""
-    return tuple(
-        PartReport(
-            begin=part.begin,
-            end=part.end,
-            forwards=part.forwards,
-            backwards=part.backwards,
-            since=part.since,
-            given=part.gradients_held,
-            broken=runtime.share.partial_pass,
-        )
-        for part in runtime.share.parts
-    )
+    broken = runtime.share.partial_pass
+    return tuple(replace(part.progress(), given=part.gradients_held, broken=broken) for part in runtime.share.parts)

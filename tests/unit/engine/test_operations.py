@@ -17,10 +17,8 @@ from bamboo_ds.engine.context.records import Progress, Recovery
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.recovery.reports import (
     MemberReport,
-    PartReport,
     RoleReport,
     ScriptReport,
-    SumsReport,
     all_at_boundary,
     all_in_iteration,
     decision_of,
@@ -30,15 +28,16 @@ from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.engine.replicas.construction import Construction, Kept, OfferedState, Snapshots
 from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
-from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.schedule import Decision, PartProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/elastic.md")
 
 LAYOUT = Layout(1, 2)
 PLAN = with_redundancy(initial_plan(["a", "b"]), LAYOUT, True)
-FRESH = {role: RoleProgress() for role in LAYOUT.roles}
-BEGUN = {role: RoleProgress(2, 1) for role in LAYOUT.roles}
+FRESH = {role: undivided() for role in LAYOUT.roles}
+BEGUN = {role: undivided(2, 1) for role in LAYOUT.roles}
 #: How a recovery of member "a" may end.
 RESUME = Decision(0, "resume", progress=BEGUN)
 COMMIT = Decision(0, "commit", progress=BEGUN)
@@ -195,8 +194,8 @@ def test_between_two_recoveries_of_an_operation_members_compute() -> None:
 # -- reports ------------------------------------------------------------------------------------------------
 
 
-def done_of(forwards: int, backwards: int, begin: int = 0, end: int = 1) -> PartReport:
-    return PartReport(begin=begin, end=end, forwards=forwards, backwards=backwards)
+def done_of(forwards: int, backwards: int, begin: int = 0, end: int = 1) -> PartProgress:
+    return PartProgress(begin, end, forwards, backwards)
 
 
 def report(**changes: Any) -> MemberReport:
@@ -216,7 +215,7 @@ def report(**changes: Any) -> MemberReport:
         "stale": False,
         "replicas": (1,),
         "copying": {3: ("a", "7/3")},
-        "sums": (SumsReport(rank=0, begin=0, end=1, counts=(2, 4)),),
+        "sums": ((0, PartProgress(sums=(2, 4))),),
         "joining": False,
         "history": 3,
         "steps": 3,

@@ -35,8 +35,9 @@ from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
 from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
 from bamboo_ds.engine.stage.tracing import content_checksum
 from bamboo_ds.errors import FatalLoss, UnsupportedError
-from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/exactness.md", "reference/guarantees.md")
 
@@ -81,7 +82,7 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     )
     context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
     announcements = Announcements(context)
-    progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
+    progress = {Role(0, stage): undivided(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
     assert told == ["every rank"], "a restart without one would end in the same way"
