@@ -116,7 +116,7 @@ class Job:
 
     def speaks_for(self, rank: int) -> bool:
         """See :func:`bamboo_ds.speaks_for`."""
-        rank, script = self.rank_of(rank), self.session.script
+        rank, script = self.rank_of(rank), self.session.attachment.script
         if script is None:  # all are there, or this member joins
             return rank == self.channel.rank and not self.channel.joiner
         return not self.replaying and script.speaker(rank) == self.channel.member

@@ -49,7 +49,7 @@ class Monitors:
         """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
         if not self._speaks():
             return
-        with self._session.acting_for(0, ignore):
+        with self._session.attachment.acting_for(0, ignore):
             if not self._complete:
                 # A second file of events in the same folder, or the same table continued.
                 self._master, self._complete = MonitorMaster(self._master.monitor_config), True

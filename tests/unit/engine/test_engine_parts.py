@@ -360,7 +360,8 @@ def test_a_later_worker_of_rank_0_goes_on_with_its_tables(
     """In another run in the same folder DeepSpeed's monitor begins again, and so does this one."""
     monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
     settings = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
-    session: Any = SimpleNamespace(acting_for=lambda rank, call: nullcontext())
+    attachment = SimpleNamespace(acting_for=lambda rank, call: nullcontext())
+    session: Any = SimpleNamespace(attachment=attachment)
 
     def write(step: int) -> None:
         tables = csv_monitor.csvMonitor(settings)
