@@ -66,7 +66,7 @@ class Recording:
             role, part = told.get("role") or current.role, 0
             if kind in (_FORWARD, _BACKWARD):
                 part = current.share.part.begin
-                redone = self._progress.redone.get((role, part))
+                redone = self._progress.operation.redone.get((role, part))
                 if redone is not None and m < redone[kind == _BACKWARD]:
                     marks |= REDONE
             ring.record(kind, self._step, begin, end, (role.pipeline, role.stage), part, m, marks)

@@ -72,7 +72,7 @@ class Division(InContext):
             runtime.share.divide(ranges)
             for part, to in zip(runtime.share.parts, mine, strict=True):
                 self.sums.move(runtime, part, to)
-        if self.progress.resumed:
+        if self.progress.operation.resumed:
             self._use_given(progress)
         self.binding.reload()
 
@@ -101,8 +101,8 @@ class Division(InContext):
         """Send what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
         told: Payload = ()
-        if runtime is self.binding.local and (self.progress.changed or runtime.trained):
-            layers = runtime.layers.capture(self.progress.changed)
+        if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
+            layers = runtime.layers.capture(self.progress.script.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
                 first = runtime.share.first_layers
                 layers |= {
@@ -151,7 +151,7 @@ class Division(InContext):
         gradients = {id(parameter): gradient for parameter, gradient in given if gradient is not None}
         runtime.share.received = PartSums(gradients, told["losses"])
         runtime.results.consumed.update(told["consumed"])
-        changed = self.progress.changed if runtime is self.binding.local else ()
+        changed = self.progress.script.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
         runtime.results.layers = merged(runtime.layers.capture(changed), told["layers"], names)
 

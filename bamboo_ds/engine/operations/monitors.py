@@ -98,11 +98,11 @@ class JobTags(InContext):
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """The body is an iteration, with the boundary after it."""
-        begin, before = time.monotonic(), self.progress.paused
+        begin, before = time.monotonic(), self.progress.operation.paused
         self._since = begin if self._since is None else self._since
         yield
-        self._seconds, self._pause = time.monotonic() - begin, self.progress.paused
-        self.progress.paused = 0.0
+        self._seconds, self._pause = time.monotonic() - begin, self.progress.operation.paused
+        self.progress.operation.paused = 0.0
         inside = self._pause - before
         worked = self._seconds - inside
         if not inside:

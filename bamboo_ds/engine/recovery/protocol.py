@@ -101,7 +101,7 @@ class RecoveryProtocol(InContext):
         redone = self.roles.redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
         recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
-        self.progress.recovery = recovery.after(self.progress.recovery)
+        self.progress.operation.recovery = recovery.after(self.progress.operation.recovery)
         self.announcements.tell_again()
         listener = unchanged("a listener of bamboo_ds.on_plan_change", self.binding.local.layers, count_of)
         with self.binding.for_script(), self.groups.alone(LISTENER), listener:
@@ -122,7 +122,7 @@ class RecoveryProtocol(InContext):
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
         self.copies.begin(plan, reports, decision)
-        if self.progress.joining:
+        if self.progress.script.joining:
             self._join(decision, reports)
         exact = max(report.exact for report in reports.values())
         self.iteration.checks.begin_again(exact, newest_of(reports)[0].steps + 1)
@@ -146,7 +146,11 @@ class RecoveryProtocol(InContext):
         newest, informed = newest_of(reports)
         sources = [(member, self.epoch.plan.place(member)) for member in informed]
         progress = self.progress
-        progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
+        progress.script.phase, progress.script.target, progress.script.sources = (
+            ScriptPhase.CATCHING_UP,
+            newest.history,
+            sources,
+        )
         progress.sequence = decision.step
         progress.steps, progress.consumed = newest.steps, newest.consumed
         self.epoch.channel.ahead = newest.ahead
@@ -188,15 +192,15 @@ class RecoveryProtocol(InContext):
                 role=(runtime.role.pipeline, runtime.role.stage),
                 parts=_told(runtime) if runtime.share.begun or runtime.share.partial_pass else (),
                 reduced=self.iteration.commits.is_complete(runtime),
-                state_only=runtime.role in self.progress.taken_over,
+                state_only=runtime.role in self.progress.operation.taken_over,
                 changes=replace(runtime.layers.changes),
             )
             for runtime in self.binding.owned()
         ]
         return MemberReport(
             step=self.progress.sequence,
-            entered=self.progress.entered,
-            at_boundary=self.progress.at_boundary,
+            entered=self.progress.operation.entered,
+            at_boundary=self.progress.script.at_boundary,
             training=self.progress.training,
             roles=tuple(roles),
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
@@ -211,7 +215,7 @@ class RecoveryProtocol(InContext):
                 (layout.rank(role), PartProgress(begin, end, sums=counts))
                 for role, begin, end, counts in self.iteration.sums.held()
             ),
-            joining=self.progress.joining,
+            joining=self.progress.script.joining,
             history=len(self.history),
             steps=self.progress.steps,
             iteration_s=self.iteration.measures.times.iteration_s,

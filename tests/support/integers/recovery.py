@@ -164,7 +164,7 @@ class Recovery:
         """What is told as redone has been done before."""
         told = _Redone(member, self._case.micro_batches)
         told.redone(member.plan, decision)
-        for (role, begin), (forwards, backwards) in told.progress.redone.items():
+        for (role, begin), (forwards, backwards) in told.progress.operation.redone.items():
             (part,) = [part for part in decision.progress[role].parts if part.begin == begin]
             again = [("ForwardPass", m) for m in range(part.forwards, forwards)]
             again += [("BackwardPass", m) for m in range(part.backwards, backwards)]

@@ -137,7 +137,7 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(
             found.follow(after)
         return
     found.follow(after)
-    assert cloned == [(twin, role)] and found.progress.taken_over == {role}
+    assert cloned == [(twin, role)] and found.progress.operation.taken_over == {role}
 
 
 # -- progress -----------------------------------------------------------------------------------------------
@@ -245,13 +245,13 @@ def test_passes_that_a_takeover_repeats() -> None:
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 2, 0)
     progress[Role(0, 2)] = undivided(reduced=True)
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2, 0)
-    assert found.progress.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
+    assert found.progress.operation.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
     assert found.redone(after, Decision(0, "commit", progress=progress)) == (0, 0, 0)
-    assert not found.progress.redone
+    assert not found.progress.operation.redone
     # Of a stage in two parts the lost member has computed the first one: the second one has seen of that, too.
     progress |= {Role(0, 1): RoleProgress((PartProgress(), PartProgress(1, 2, 4, 2))), Role(0, 2): undivided(4, 3)}
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (4, 2, 0)
-    assert found.progress.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
+    assert found.progress.operation.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
     # Its sums of one micro-batch go on being used.
     progress |= {Role(0, 1): undivided(3, 1, since=1)}
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 1, 1)
@@ -311,7 +311,7 @@ def test_boundaries(retain: bool) -> None:
     assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
     if not retain:
         return
-    third.progress.resumed = True  # shadows do no backward passes in what is resumed
+    third.progress.operation.resumed = True  # shadows do no backward passes in what is resumed
     third.send_grads(0)
     third.resend_grad(0)
     first.resend_activation(0)

@@ -86,7 +86,7 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
     assert told == ["every rank"], "a restart without one would end in the same way"
-    assert announcements.progress.known_changes == {Role(0, 1): Changes(1, 4)}
+    assert announcements.progress.script.known_changes == {Role(0, 1): Changes(1, 4)}
 
 
 def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
@@ -104,12 +104,12 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements = Announcements(context)
     announcements.tell_again()
     assert not sent
-    progress.changed.add("w")
+    progress.script.changed.add("w")
     local.trained = [True, False]
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, -1, 0, 1, 0] for _, sequence, told in sent)
-    progress.phase = ScriptPhase.JOINING
+    progress.script.phase = ScriptPhase.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 
@@ -122,9 +122,9 @@ def test_what_is_assigned_is_told_when_nothing_can_follow() -> None:
     binding: Any = SimpleNamespace(local=SimpleNamespace(role=Role(0, 0), trained=None))
     epoch: Any = SimpleNamespace(lanes=Lanes(plan, False), transport=transport, member="m0")
     progress = Progress(seed=1, sequence=5, steps=3)
-    progress.assigned["engine.value"] = "1"
+    progress.script.assigned["engine.value"] = "1"
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
-    announcements, known = Announcements(context), fingerprint(progress.assigned)
+    announcements, known = Announcements(context), fingerprint(progress.script.assigned)
     announcements.tell_again()
     assert not sent, "a plan that changes between two operations"
     announcements.assigned = True

@@ -113,7 +113,7 @@ class Worker:
 
     def __init__(self, mode: str = "losses") -> None:
         self.ring = SpanRing.create(64)
-        self.progress: Any = SimpleNamespace(steps=0, redone={})
+        self.progress: Any = SimpleNamespace(steps=0, operation=SimpleNamespace(redone={}))
         current = SimpleNamespace(role=Role(0, 1), share=SimpleNamespace(part=SimpleNamespace(begin=0)))
         binding: Any = SimpleNamespace(current=current)
         ds: Any = SimpleNamespace(execute=self._execute)
@@ -141,7 +141,7 @@ class Worker:
 
 def test_instructions_are_recorded_with_their_roles_and_marks() -> None:
     worker = Worker("all")
-    worker.progress.redone = {(Role(0, 1), 0): (2, 1)}
+    worker.progress.operation.redone = {(Role(0, 1), 0): (2, 1)}
     for instruction in (ForwardPass(1), ForwardPass(2), FillBubble("grad", 0), RecvReplica(Role(0, 2))):
         worker.recording.execute(instruction)
     worker.fails = True
