@@ -71,7 +71,6 @@ class RecoveryProtocol(InContext):
             Evicted: this member was taken for lost.
         """
         begin = time.monotonic()
-        self.recording.disturbed()
         self.epoch.session.abort("recovery", orderly=True)  # else it has been aborted
         noticed = min(self.epoch.job.lost_at or begin, begin)
         with self.recording.span(Kind.AWAIT_PLAN):

@@ -231,7 +231,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
 ) -> None:
     """It ends with a result, as one that finds no job."""
     caplog.set_level(logging.ERROR, LOGGER)
-    plan = initial_plan(["a"]).to_json().replace('"schema":4', '"schema":5')
+    plan = initial_plan(["a"]).to_json().replace('"schema":5', '"schema":6')
     store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
     it = slot()
     it.state = State.REJOINING
@@ -239,4 +239,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert it.state is State.ENDED and it.next is None
-    assert "the bamboo_ds of this member reads 4: " in caplog.text
+    assert "the bamboo_ds of this member reads 5: " in caplog.text
