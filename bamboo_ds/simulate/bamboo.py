@@ -31,7 +31,7 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
     policy = policy_of(layout, replicas, config)
-    return replace(best_plan(plan, members, policy=policy, holders={}), lost_roles=(), immediate=True)
+    return replace(best_plan(plan, members, policy=policy, holders={}), lost_roles=(), when="now")
 
 
 def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
@@ -140,7 +140,7 @@ class BambooJob(SimulatedTraining):
     @property
     def _written_at_once(self) -> bool:
         """Whether there is a plan that members do not wait for a boundary with."""
-        return self._written is not None and bool(self._written.plan.immediate)
+        return self._written is not None and self._written.plan.interrupts()
 
     def _known(self) -> tuple[object, ...]:
         """What the leader's decisions depend on between two losses."""
@@ -312,7 +312,7 @@ class BambooJob(SimulatedTraining):
             action: Action | None = self._written
             if action is None or not self._written_at_once or self._absent():
                 action = yield from self._answer()
-            if isinstance(action, WritePlan) and action.plan.immediate:
+            if isinstance(action, WritePlan) and action.plan.interrupts():
                 plan, lost = action.plan, [loss.member for loss in action.losses]
                 if plan.lost_roles or not self._pace.footprint.fits(plan):
                     yield from self._fatal(plan, lost)

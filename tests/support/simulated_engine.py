@@ -698,7 +698,7 @@ class World:
         assert self._change is not None
         stay = set(self.plan.members) <= set(self._change.members)
         interrupts = self.long and stay and self.random.random() < 0.5
-        change = replace(self._change, immediate="iteration" if interrupts else False)
+        change = replace(self._change, when="iteration" if interrupts else False)
         self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 
@@ -730,7 +730,7 @@ class World:
             epoch=self.plan.epoch + 1,
             owners=tuple(owners),
             shadows=tuple(shadows),
-            immediate=False if self.at_once is None else "iteration",
+            when="boundary" if self.at_once is None else "iteration",
         )
         self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
 

@@ -222,7 +222,7 @@ class Job:
         self._heed()
 
     def _heed(self) -> None:
-        interrupts = self._iterating if self.known.immediate == "iteration" else self.known.immediate
+        interrupts = self.known.interrupts(self._iterating)
         if interrupts and self.known.epoch > self.session.epoch:
             self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
 

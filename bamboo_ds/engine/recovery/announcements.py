@@ -112,7 +112,7 @@ class Announcements(InContext):
         self.progress.script.known_changes = {role: each.changes for role, each in roles.items()}
         step = max(report.steps for report in reports.values())
         for found, what in (
-            (lacking(roles, step) if plan.immediate else [], "what the script has just changed in "),
+            (lacking(roles, step) if plan.interrupts() else [], "what the script has just changed in "),
             (abandoned(roles, step), "the script that changes "),
         ):
             if found:

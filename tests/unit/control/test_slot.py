@@ -71,7 +71,7 @@ def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
 def test_a_member_that_leaves_has_not_been_evicted() -> None:
     it = slot(RUNNING)
     assert it.note_notice("told to") is None and it.state is State.LEAVING
-    boundary = replace(WITHOUT, immediate=False, lost=())
+    boundary = replace(WITHOUT, when="boundary", lost=())
     assert it.note_plan(boundary) is None and it.dropped and not it.evicted
     assert end(it, EXIT_LEFT) == "left" and it.state is State.ENDED
 
@@ -146,7 +146,7 @@ def test_one_that_waits_leaves_when_somebody_asks_it_to() -> None:
 
 def leaves(it: Slot) -> None:
     it.note_notice("leave, file: x")
-    it.note_plan(replace(WITHOUT, immediate=False, lost=()))
+    it.note_plan(replace(WITHOUT, when="boundary", lost=()))
 
 
 def fails(it: Slot) -> None:
