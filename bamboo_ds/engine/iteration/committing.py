@@ -15,7 +15,7 @@ from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..replicas.construction import Construction
 from ..script.assigned import NOT_ALIKE, agree, differing, fingerprint
-from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode
+from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode, ends_of
 from ..stage.runtime import StageRuntime
 from .exactness import ExactChecks
 
@@ -129,7 +129,7 @@ class Commits(InContext):
         stage, last = runtime.role.stage, self.epoch.layout.stages - 1
         if runtime.results.reduced is None or (stage == last and runtime.results.loss is None):
             return False
-        return stage not in (0, last) or len(runtime.results.consumed) >= self._accounted()
+        return len(runtime.results.consumed) >= len(ends_of(self.epoch.layout, runtime.role)) * self._accounted()
 
     def drawn(self) -> dict[Role, int]:
         """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""

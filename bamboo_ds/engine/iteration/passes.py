@@ -56,13 +56,14 @@ class Passes(InContext):
         if not runtime.share.divided:
             yield
             return
-        stage = self.ds.stage_id
+        before = self.ds.stage_id, self.ds.num_stages
         first, last = runtime.at_ends(runtime.share.part, self.layout.stages)
-        self.ds.stage_id = 0 if first else self.layout.stages - 1 if last else _INNER
+        self.ds.num_stages = max(2, self.layout.stages)
+        self.ds.stage_id = 0 if first else self.ds.num_stages - 1 if last else _INNER
         try:
             yield
         finally:
-            self.ds.stage_id = stage
+            self.ds.stage_id, self.ds.num_stages = before
 
     def load(self, buffer_id: int) -> None:
         """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
@@ -78,7 +79,10 @@ class Passes(InContext):
             self.measures.idle.record(DRAWING, time.perf_counter() - begin)
         batch = self._batch = self.slices.processed(drawn)
         if self.progress.checksums and not self.progress.operation.evaluating:
-            runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
+            for end, (part, here) in enumerate(zip(PARTS, (first, last), strict=True)):
+                if here:  # of a stage that is both ends, the labels' come behind the inputs'
+                    number = buffer_id + (self.ds.micro_batches if end and runtime.role.stage == 0 else 0)
+                    runtime.results.consumed[number] = payload_checksum(as_payload(part, batch[end]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
         self._batch = None

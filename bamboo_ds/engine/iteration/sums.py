@@ -161,7 +161,9 @@ class PartialSums(InContext):
         gradients = self._copied(runtime, part)
         if gradients is None:
             return
-        consumed = {m: checksum for m, checksum in runtime.results.consumed.items() if m < count}
+        consumed = {
+            m: checksum for m, checksum in runtime.results.consumed.items() if m % self.ds.micro_batches < count
+        }
         sums = Sums(count, gradients, mark["layers"], mark["losses"], consumed)
         if self.layout.slices > 1:
             self._hold((runtime.role, part.begin, part.end), sums)

@@ -373,8 +373,8 @@ def test_without_replicas_nothing_is_said_of_any(tmp_path: Path, monkeypatch: py
         assert ("with replicas" in said) == (mode != "none")
 
 
-def test_this_package_has_no_pipelines_of_one_stage(tmp_path: Path) -> None:
+@pytest.mark.parametrize("policy", ["bamboo", "bamboo:none", "checkpoint-restart,sample-dropping,on-demand,limit"])
+def test_pipelines_of_one_stage(tmp_path: Path, policy: str) -> None:
     options = ["--profile", "bert-large", "--stages", "1", "--pipelines", "4"]
-    code, said = simulate(tmp_path, *options, "--policy", "limit,bamboo:none")
-    assert code == 2 and said.startswith("--policy bamboo:none: a pipeline of this package has two stages or more")
-    assert simulate(tmp_path, *options, "--policy", "checkpoint-restart,sample-dropping,on-demand,limit")[0] == 0
+    code, said = simulate(tmp_path, *options, "--policy", policy)
+    assert code == 0, said
