@@ -170,8 +170,8 @@ def _option(option: click.Option) -> str:
     meaning = meaning[: told.start()] if told else meaning
     setting = re.search(r"In place of bamboo\.([\w.]+)\.$", meaning)
     meaning = f"`{setting[1]}` of the block." if setting else meaning
-    notes = [f"default: {default}"] if default else []
-    notes += [f"variable: `{option.envvar}`"] if option.envvar else []
+    notes = [default] if default else []
+    notes += [f"`{option.envvar}`"] if option.envvar else []
     return f"- {spelled}: {meaning}{' (' + '; '.join(notes) + ')' if notes else ''}"
 
 
@@ -266,11 +266,16 @@ def page_of(claim: str) -> Path:
 
 
 def claims_markdown() -> str:
-    """Which tests prove what a page claims."""
+    """Which tests prove what a page claims: the names of a folder's files in braces, as shells read them."""
     lines = []
     for claim, files in sorted(claims().items()):
         target = os.path.relpath(page_of(claim), ROOT / "docs")
-        lines.append(f"- [{claim}]({target}): {', '.join(f'`{file}`' for file in files)}")
+        names: dict[str, list[str]] = {}
+        for file in files:
+            folder, _, name = file.rpartition("test_")
+            names.setdefault(folder, []).append(name.removesuffix(".py"))
+        braced = ((folder, f"{{{','.join(own)}}}" if len(own) > 1 else own[0]) for folder, own in names.items())
+        lines.append(f"- [{claim}]({target}): {', '.join(f'`{folder}test_{own}.py`' for folder, own in braced)}")
     return "\n".join(lines)
 
 
