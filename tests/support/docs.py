@@ -29,6 +29,8 @@ from bamboo_ds.observe.events import Consumed, Event, EventBase
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
+#: Commands that start members, whose options the documentation lists.
+_STARTING = {"run", "join", "launch"}
 _FENCED = re.compile(r"^ *```[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 
@@ -145,7 +147,7 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 def options_markdown() -> str:
-    """The options of all commands: those that several commands share, by these commands, then those of each alone."""
+    """The options of the commands that start members: those that several commands share, then those of each alone."""
     shown = {
         name: [_option(each) for each in options_of(command) if not each.hidden]
         for name, command in sorted(commands().items())
@@ -156,6 +158,8 @@ def options_markdown() -> str:
             owners[option] = (*owners.get(option, ()), name)
     lines: list[str] = []
     for names in sorted(set(owners.values()), key=lambda names: (len(names) == 1, names)):
+        if not _STARTING & set(names):
+            continue
         heading = f"Of {', '.join(names)}" if len(names) > 1 else f"`bamboo {names[0]}`"
         lines += [f"### {heading}", "", *(option for option, of in owners.items() if of == names), ""]
     return "\n".join(lines)
