@@ -221,19 +221,19 @@ def _field(name: str, model: type[BaseModel]) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    """The JSON name of a field's type."""
+    """The JSON name of a field's type, with ``?`` where it may be null."""
     if kind is Consumed:
         return "`consumed`"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(str(value) for value in inner)
     if origin in (Union, UnionType):
-        return " or ".join(_type_name(part) for part in inner)
+        return " or ".join(_type_name(part) for part in inner if part is not type(None)) + "?" * (type(None) in inner)
     if origin is tuple:
-        return f"[{', '.join(map(_type_name, inner))}]"
+        return f"[{','.join(map(_type_name, inner))}]"
     if origin is list:
-        return f"list of {_type_name(inner[0])}"
-    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
+        return f"[{_type_name(inner[0])}…]"
+    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string"}
     return names[kind]
 
 
