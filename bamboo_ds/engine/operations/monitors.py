@@ -49,7 +49,7 @@ class Monitors:
         """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
         if not self._speaks():
             return
-        with self._session.acting_for(0, ignore):
+        with self._session.attachment.acting_for(0, ignore):
             if not self._complete:
                 # A second file of events in the same folder, or the same table continued.
                 self._master, self._complete = MonitorMaster(self._master.monitor_config), True
@@ -98,11 +98,11 @@ class JobTags(InContext):
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """The body is an iteration, with the boundary after it."""
-        begin, before = time.monotonic(), self.progress.paused
+        begin, before = time.monotonic(), self.progress.operation.paused
         self._since = begin if self._since is None else self._since
         yield
-        self._seconds, self._pause = time.monotonic() - begin, self.progress.paused
-        self.progress.paused = 0.0
+        self._seconds, self._pause = time.monotonic() - begin, self.progress.operation.paused
+        self.progress.operation.paused = 0.0
         inside = self._pause - before
         worked = self._seconds - inside
         if not inside:
