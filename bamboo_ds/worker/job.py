@@ -109,10 +109,7 @@ class Job:
 
     def rank_of(self, rank: int) -> int:
         """``rank`` of the script, counted from the last one if it is negative; raises ``ValueError`` outside."""
-        size = self.channel.world_size
-        if not -size <= rank < size:
-            raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
-        return rank % size
+        return _within(rank, self.channel.world_size)
 
     def speaks_for(self, rank: int) -> bool:
         """See :func:`bamboo_ds.speaks_for`."""
@@ -425,6 +422,10 @@ def speaks_for(rank: int) -> bool:
     if _job is not None:
         return _job.speaks_for(rank)
     own, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return _within(rank, size) == own
+
+
+def _within(rank: int, size: int) -> int:
     if not -size <= rank < size:
         raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
-    return rank % size == own
+    return rank % size
