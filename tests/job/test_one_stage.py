@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.claim("guides/scripts.md", "reference/limits.md"), pyt
 
 CHECKED = {
     "topology": {"blocks": "auto"},
-    "redundancy": {"verify_every": 1, "check_exact": 2},
+    "redundancy": {"mode": "eager-frc-lazy-brc", "verify_every": 1, "check_exact": 2},
     "observe": {"checksums": True},
 }
 FAULTS = {
@@ -50,6 +50,7 @@ def test_a_sibling_takes_over(tmp_path: Path, reference: Reference, name: str) -
     if block is CHECKED:
         assert all(event["consumed"] for event in result.events("step"))
         assert result.events("replica_verified")
+        assert "with one pipeline stage no redundant passes run: redundancy.mode eager-frc-lazy-brc" in result.output
 
 
 def test_losses_in_turn_down_to_one_member(tmp_path: Path, reference: Reference) -> None:
