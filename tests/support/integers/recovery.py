@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from bamboo_ds.engine.recovery.reports import (
@@ -202,7 +203,7 @@ class _Redone:
     _seen: Any = RoleTransfer._seen
 
     def __init__(self, member: Member, micro_batches: int) -> None:
-        self.progress = _Taken(member.taken)
+        self.progress = SimpleNamespace(operation=_Taken(member.taken))
         self.epoch = _EpochOf(member.name, member.plan.world)
         self.ds = _Settings(micro_batches)
 
