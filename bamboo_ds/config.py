@@ -44,10 +44,6 @@ class RedundancyConfig(ConfigPart):
         "`eager-frc-lazy-brc` on members with room for it on their device, and on those without a device; "
         "`lazy-frc-lazy-brc` on the others, see [Memory](../guides/even-shares.md#memory)",
     )
-    placement: Literal["idle", "fixed"] = Field(
-        "idle",
-        description="`idle`: only in measured idle time; `fixed`: before every RecvGrad",
-    )
     memory_budget_mb: float | None = Field(
         None,
         gt=0,

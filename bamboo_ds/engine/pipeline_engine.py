@@ -239,7 +239,6 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         stock.OptimizerStep: _by(lambda iteration: iteration.steps.step_owned),
         schedule.UseRole: _by(lambda iteration: iteration.passes.use_role),
         schedule.FillBubble: _by(lambda iteration: iteration.redundant.fill_bubble),
-        schedule.RedundantForward: _by(lambda iteration: iteration.redundant.run_next),
         schedule.ResendActivation: _by(lambda iteration: iteration.boundaries.resend_activation),
         schedule.ResendGrad: _by(lambda iteration: iteration.boundaries.resend_grad),
         schedule.SendChanges: _by(lambda iteration: iteration.division.send_changes),

@@ -19,9 +19,7 @@ from .records import Progress
 
 #: Iterations that are kept with a disturbed one: so many before it, and one after it.
 BEFORE = 2
-#: Instructions that contain others or take no time.
-_LEFT_OUT = {"UseRole", "FillBubble", "RedundantForward"}
-_BY_NAME = {kind.value: number for kind, number in NUMBERS.items() if kind.value not in _LEFT_OUT}
+_BY_NAME = {kind.value: number for kind, number in NUMBERS.items()}
 _FORWARD, _BACKWARD = NUMBERS[Kind.FORWARD], NUMBERS[Kind.BACKWARD]
 
 
