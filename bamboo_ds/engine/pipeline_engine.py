@@ -138,11 +138,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
     ) -> bool:
         """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
 
-        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event. The
-        script may delete older checkpoints then: the newest comes back if this one does not get complete.
+        It returns when the checkpoint is complete, or could not be written, which is an event, too. With
+        ``bamboo.checkpoint.asynchronous`` it returns after a copy to host memory.
 
         Returns:
-            Whether the checkpoint is being written, or complete if it was waited for.
+            Whether the checkpoint is complete, or is being written.
 
         Raises:
             CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.

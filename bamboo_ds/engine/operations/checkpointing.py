@@ -36,9 +36,9 @@ logger = logging.getLogger("bamboo_ds")
 class Checkpoints(InContext):
     """``save_checkpoint`` and ``load_checkpoint``, and a save as an :class:`~..context.operation.Operation`.
 
-    A save copies all roles' state. After its commit the members write the copies, while training goes on. With
-    ``bamboo.checkpoint.asynchronous`` off they write before the commit, which waits for the complete checkpoint; a loss
-    while they write makes them repeat all of it.
+    A save copies all roles' state. The members write the copies before its commit, which waits for the complete
+    checkpoint; a loss while they write makes them repeat all of it. With ``bamboo.checkpoint.asynchronous`` they write
+    after the commit, while training goes on.
     """
 
     replay: Replay
