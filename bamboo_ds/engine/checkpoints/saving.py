@@ -309,10 +309,7 @@ class Saves:
         """The newest complete checkpoint, after a fatal loss: folders tell more than what this member was told."""
         self.follow(plan)
         self._saver.wait(_FATAL_WAIT_S)
-        job, places = self._job.channel.job, self._all()
-        for place in places:
-            place.end_spare(job)
-        newest = newest_of(places, job, plan.origin)
+        newest = newest_of(self._all(), self._job.channel.job, plan.origin)
         return None if newest is None else str(newest[1].path)
 
     def drop_own(self, plan: Plan) -> None:

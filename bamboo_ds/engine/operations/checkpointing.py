@@ -15,7 +15,6 @@ from ...comm.standing import END
 from ...errors import EpochChanged
 from ...observe.spans import Kind
 from ...schedule import RoleProgress
-from ...state import spares
 from ...state.checkpoints import MANIFEST
 from ...state.publish import check_tag
 from ...topology import Role
@@ -87,7 +86,6 @@ class Checkpoints(InContext):
         if self.places.mirror is not None:
             tag = self.places.bring(folder, tag)
             self.epoch.transport.barrier()  # hosts that share the folder have all looked into it
-        spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         self.copies.iteration.exchanged.loaded()
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None

@@ -21,7 +21,7 @@ from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.errors import ProtocolError, TransferError
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
-from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
+from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, CheckpointError, Manifest
 from bamboo_ds.state.locations import Places
 from bamboo_ds.state.own import own_folder
 from bamboo_ds.topology import Layout
@@ -123,13 +123,6 @@ def test_the_folder_is_that_which_the_script_has_named(folder: Path) -> None:
     told = save(folder, "run/step40")
     assert find(told) == [str(folder), "run/step40"]
     assert is_over(folder, ("o", 0)) and not is_over(folder / "run", ("o", 0))
-
-
-def test_one_that_the_script_has_deleted_too_early(folder: Path) -> None:
-    """A save was under way, which began with a spare of it."""
-    told = save(folder)
-    os.rename(told, folder / f"{SPARE}~job~save~step40")
-    assert find(told) == [str(folder), "step40"] and Path(told, MANIFEST).exists()
 
 
 @pytest.mark.parametrize("apart", [False, True], ids=["beside the script's", "apart"])
