@@ -80,9 +80,10 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         if kwargs.get("optimizer") is None:
             check_named_optimizer(config, copied)
         check_hooks(module)
-        with job.session.among_nobody(INSTALLER):
+        with job.session.attachment.among_nobody(INSTALLER):
             built(module, module.stage_id)
-        with job.session.through_host():  # the epoch ends when all engines are built, and its communicators with it
+        # The epoch ends when all engines are built, and its communicators with it.
+        with job.session.attachment.through_host():
             super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
@@ -96,7 +97,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
-        job.session.script, job.session.stand = parts.collectives, parts.stand
+        job.session.attachment.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
     @contextmanager

@@ -144,9 +144,8 @@ class LiveJob:
         that they hardly ever go back.
         """
         accountant = self.model.accountant
-        until = accountant.last_step
-        categories = {} if until is None else accountant.snapshot(until).categories
-        return {each.value: categories.get(each, 0.0) for each in Category if each is not Category.PRODUCTIVE}
+        categories = accountant.snapshot(accountant.last_step).categories
+        return {each.value: seconds for each, seconds in categories.items() if each is not Category.PRODUCTIVE}
 
     def _state(self, grid: Grid, step: int | None) -> JobState:
         now = self.model

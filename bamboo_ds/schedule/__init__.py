@@ -20,7 +20,6 @@ from .orders import compute_order
 from .program import Program, commit_program, epilogue, member_program
 from .progress import (
     Decision,
-    Held,
     Hosts,
     MemberProgress,
     PartProgress,

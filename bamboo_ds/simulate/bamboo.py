@@ -31,16 +31,15 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
     policy = policy_of(layout, replicas, config)
-    return replace(best_plan(plan, members, policy=policy, holders={}), lost_roles=(), immediate=True)
+    return replace(best_plan(plan, members, policy=policy, holders={}), lost_roles=(), when="now")
 
 
 def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
     """The same of ``count`` members, each on a host of its own."""
     size = pace.layout.size
     limit = config.topology.memory_limit
-    return placed(
-        pace, [Candidate(f"m{n}", n, f"m{n}", script_rank=n % size, memory=limit) for n in range(count)], config
-    )
+    members = [Candidate(f"m{n}", n, f"m{n}", script_rank=n % size, memory=limit) for n in range(count)]
+    return placed(pace, members, config)
 
 
 @dataclass(eq=False)
@@ -113,16 +112,9 @@ class BambooJob(SimulatedTraining):
     def _register(self, node: str) -> None:
         super()._register(node)
         slot, size = self.ready[node], self._pace.layout.size
-        known = {
-            "id": node,
-            "slot": slot,
-            "host": node,
-            "zone": self.market.zones.get(node, ""),
-            "script_rank": slot % size,
-        }
-        self._records[node] = MemberRecord(
-            **known, address="", pid=0, agent_pid=0, incarnation="", joiner=self.env.now > 0
-        )
+        where = {"slot": slot, "host": node, "zone": self.market.zones.get(node, ""), "script_rank": slot % size}
+        process = {"address": "", "pid": 0, "agent_pid": 0, "incarnation": "", "joiner": self.env.now > 0}
+        self._records[node] = MemberRecord(id=node, **where, **process)
         layout = self._pace.layout
         told = {"redundant": self._config.redundancy.mode.replicas, "memory": self._config.topology.memory_limit}
         self._reports[node] = LayoutRecord(id=node, layout=layout, iterators=False, **told)
@@ -148,7 +140,7 @@ class BambooJob(SimulatedTraining):
     @property
     def _written_at_once(self) -> bool:
         """Whether there is a plan that members do not wait for a boundary with."""
-        return self._written is not None and bool(self._written.plan.immediate)
+        return self._written is not None and self._written.plan.interrupts()
 
     def _known(self) -> tuple[object, ...]:
         """What the leader's decisions depend on between two losses."""
@@ -321,7 +313,7 @@ class BambooJob(SimulatedTraining):
             action: Action | None = self._written
             if action is None or not self._written_at_once or self._absent():
                 action = yield from self._answer()
-            if isinstance(action, WritePlan) and action.plan.immediate:
+            if isinstance(action, WritePlan) and action.plan.interrupts():
                 plan, lost = action.plan, [loss.member for loss in action.losses]
                 if plan.lost_roles or not self._pace.footprint.fits(plan):
                     yield from self._fatal(plan, lost)

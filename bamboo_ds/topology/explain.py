@@ -103,14 +103,19 @@ class _Explanation:
     # -- changes ------------------------------------------------------------------------------------
 
     def _why_owner(self, old: str) -> str:
-        if old not in self._roster.everyone:
-            return f"because {old} is gone"
-        if old not in self._roster.order:
-            return f"because {old} is leaving"
+        away = self._away(old)
+        if away is not None:
+            return away
         if old in self._previous.crowded:
             return f"because {old} held more than it may"
         count = self._previous.owners.count(old)
         return f"because {old} had {_roles(count)} and the slowest member gets less to do"
+
+    def _away(self, old: str) -> str | None:
+        """That a member can have no role any more."""
+        if old not in self._roster.everyone:
+            return f"because {old} is gone"
+        return None if old in self._roster.order else f"because {old} is leaving"
 
     def _how(self, rank: int, member: str) -> str:
         move = self._sources.get((rank, member))
@@ -162,10 +167,9 @@ class _Explanation:
         owner = self._new.owners[rank]
         if old is None:
             return "because it had none"
-        if old not in self._roster.everyone:
-            return f"because {old} is gone"
-        if old not in self._roster.order:
-            return f"because {old} is leaving"
+        away = self._away(old)
+        if away is not None:
+            return away
         if old == owner:
             return f"because {old} owns the role now"
         if not self._roster.apart(owner, old):

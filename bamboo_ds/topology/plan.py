@@ -19,6 +19,9 @@ UNSTARTED = -1
 #: The end of an iteration that takes so many seconds is not waited for where copies, or another plan, serve before it.
 LONG_S = 30.0
 
+#: When members enter an epoch: at once, as after a loss; at once if they are in an iteration, else at the next boundary
+#: between two operations; or together at that boundary.
+When = Literal["now", "iteration", "boundary"]
 #: Which part of a stage: its first blocks or its last ones.
 Side = Literal["front", "rear"]
 
@@ -66,8 +69,7 @@ class Plan:
             between. Empty in plans that no leader has written.
         script_ranks: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
             those of that rank. Not unique: a standby shares that of another member.
-        immediate: whether workers break off what they do to enter this epoch, as after a loss; ``"iteration"``: if that
-            is an iteration. Otherwise they switch together at the next boundary between two operations.
+        when: members enter this epoch, see :data:`When`.
         origin: names the job, from its first plan on: that one's nonce.
         generation: the restart (0: the first start) whose workers these are; :data:`UNSTARTED`: there are none yet.
         fence_s: see ``bamboo.membership.fence_s``; settled by the first plan, so that all go by the same number.
@@ -92,7 +94,7 @@ class Plan:
     parked: tuple[str, ...] = ()
     places: tuple[str, ...] = field(default=(), repr=False)
     script_ranks: tuple[int, ...] = ()
-    immediate: bool | Literal["iteration"] = True
+    when: When = "now"
     origin: str = ""
     generation: int = 0
     fence_s: float | None = None
@@ -110,6 +112,10 @@ class Plan:
         if self.layout is None:
             raise ValueError(f"plan of epoch {self.epoch} has no layout yet")
         return self.layout
+
+    def interrupts(self, iterating: bool = True) -> bool:
+        """Whether a member breaks off what it does to enter this epoch: an iteration, or something else."""
+        return self.when == "now" or (self.when == "iteration" and iterating)
 
     def place(self, member: str) -> str:
         """Where others reach the worker of ``member``; empty where that is not known."""

@@ -198,7 +198,7 @@ def takeover(
         script_ranks=tuple(
             script_rank for m, script_rank in zip(plan.members, plan.script_ranks, strict=False) if m in alive
         ),
-        immediate=True,
+        when="now",
     )
 
 
@@ -351,7 +351,7 @@ class _Targets:
             lost=(),
             builders=(),
             script_ranks=tuple(member.script_rank for member in roster.usable),
-            immediate=False,
+            when="boundary",
         )
         target = self._divider.divided(target, question.holders) if previous.cuts else target
         return _checked(target, question.room, redundant)

@@ -53,7 +53,7 @@ def given_up(sliced: Plan) -> Plan:
         unshadowed=(),
         crowded=(),
         parked=(),
-        immediate=False,
+        when="boundary",
     )
 
 

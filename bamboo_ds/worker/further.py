@@ -78,7 +78,7 @@ def _call(job: Job, function: Callable[..., Any], pipeline: bool) -> Callable[..
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if job.session.among_itself:
+        if job.session.attachment.founders is not None:
             return function(self, *args, **kwargs)
         return _run(job, self.__dict__[_FOUNDERS], computes, function.__name__, lambda: function(self, *args, **kwargs))
 
@@ -97,7 +97,7 @@ def _run(job: Job, founders: Mapping[int, str], by_all: bool, name: str, body: C
         raise FurtherEngineLost(what, _gone(missing), missing)
     on_use = job.channel.need_every_rank if by_all or name != "__init__" else lambda: None
     try:
-        with job.session.among_founders(founders, on_use):
+        with job.session.attachment.among_founders(founders, on_use):
             return body()
     except EpochChanged as error:
         lost = error.member if isinstance(error, PeerLost) else None

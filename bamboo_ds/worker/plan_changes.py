@@ -95,5 +95,5 @@ def view_of(before: Plan | None, plan: Plan, member: str) -> PlanView:
         left=left,
         joined=joined,
         reason="; ".join(words) or "stages or replicas move",
-        immediate=bool(plan.immediate),
+        immediate=plan.interrupts(),
     )

@@ -493,7 +493,7 @@ def test_losses_while_the_job_heals(case: str, course: int, monkeypatch: pytest.
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
         done["early"] += sum(member.offers.early for member in world.survivors())
-        done["interrupted"] += sum(bool(plan.immediate) for plan in world.healed)
+        done["interrupted"] += sum(plan.interrupts() for plan in world.healed)
     assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 3 and (done["left"] > 0) == leaves
     assert min(done["in the interrupted iteration"], done["divided"], done["interrupted"]) > 0, done
     assert done["with the interrupted iteration"] > 0 or case != "layers keep much", done

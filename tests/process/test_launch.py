@@ -198,8 +198,8 @@ def test_an_epoch_is_entered_without_waiting_for_anybody(begin: Begin) -> None:
     worker.wait_started()
     silent = Listener.open("127.0.0.1")  # takes connections, and says nothing
     with silent.socket:
-        for epoch, immediate in ((2, True), (3, False), (4, True)):
-            plan = replace(ALONE, epoch=epoch, immediate=immediate, members=("b", "a"), script_ranks=(0, 0))
+        for epoch, when in ((2, "now"), (3, "boundary"), (4, "now")):
+            plan = replace(ALONE, epoch=epoch, when=when, members=("b", "a"), script_ranks=(0, 0))
             worker.push(plan, b=str(silent.place))
         assert worker.end() == (0, "epoch 4\n"), worker.errors()
 
@@ -225,10 +225,10 @@ def test_a_plan_that_interrupts_iterations_alone(begin: Begin) -> None:
     worker.push(ALONE)
     worker.wait_started()
     for epoch in (2, 3):
-        worker.push(replace(ALONE, epoch=epoch, immediate="iteration"))
+        worker.push(replace(ALONE, epoch=epoch, when="iteration"))
     found = [worker.line() for _ in range(3)]
     assert found == ["between False\n", "begun plan of epoch 3 arrived\n", "again None\n"]
-    worker.push(replace(ALONE, epoch=4, immediate="iteration"))
+    worker.push(replace(ALONE, epoch=4, when="iteration"))
     assert worker.end() == (0, "within plan of epoch 4 arrived\n"), worker.errors()
 
 

@@ -7,6 +7,7 @@ from dataclasses import replace
 from random import Random
 from typing import Any
 
+from bamboo_ds.schedule import PartProgress, RoleProgress
 from bamboo_ds.topology import (
     Candidate,
     Layout,
@@ -81,3 +82,11 @@ def at_rest(
         rank, builder = random.choice([(rank, m) for rank, m in builders if rank not in ready.get(m, ())])
         ready.setdefault(builder, []).append(rank)
     raise AssertionError(f"it does not come to rest: {plan}")
+
+
+def undivided(
+    forwards: int = 0, backwards: int = 0, reduced: bool = False, state_only: bool = False, since: int = 0, **held: Any
+) -> RoleProgress:
+    """Progress of a role that is not divided; ``held``: what its member holds besides its passes."""
+    part = PartProgress(0, 1, forwards, backwards, since, **held)
+    return RoleProgress((part,), reduced=reduced, state_only=state_only)

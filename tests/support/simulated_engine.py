@@ -292,7 +292,7 @@ class Member(Parts):
             self._evaluate()
             self.script.leave()
             with self.script.inside():
-                if not self.progress.joining:
+                if not self.progress.script.joining:
                     self.takeover.run(self.end)
             self.ended = True
         except (FatalLoss, UnsupportedError) as error:
@@ -567,7 +567,7 @@ class World:
         started = all(member.started for member in self.members.values() if not member.job.channel.joiner)
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
-        joining = [member for member in self.survivors() if member.progress.joining and not member.job.dismissed]
+        joining = [member for member in self.survivors() if member.progress.script.joining and not member.job.dismissed]
         found += [member.job.dismiss for member in joining if self.over()]
         if self.spec.leaves and started and self.leaving is None and self.random.random() < 0.3:
             found.append(self._leave)
@@ -608,7 +608,7 @@ class World:
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
         joined = {name for name, record in self._records.items() if record.joiner}
-        waiting = {name for name in joined if self.members[name].progress.joining and name in self.waiting}
+        waiting = {name for name in joined if self.members[name].progress.script.joining and name in self.waiting}
         return {
             name: report
             for name, report in self._reports.items()
@@ -698,7 +698,7 @@ class World:
         assert self._change is not None
         stay = set(self.plan.members) <= set(self._change.members)
         interrupts = self.long and stay and self.random.random() < 0.5
-        change = replace(self._change, immediate="iteration" if interrupts else False)
+        change = replace(self._change, when="iteration" if interrupts else False)
         self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 
@@ -730,7 +730,7 @@ class World:
             epoch=self.plan.epoch + 1,
             owners=tuple(owners),
             shadows=tuple(shadows),
-            immediate=False if self.at_once is None else "iteration",
+            when="boundary" if self.at_once is None else "iteration",
         )
         self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
 

@@ -137,7 +137,7 @@ class Worker:
             return
         if self.member in plan.members and plan.lost_roles:
             self.exit(EXIT_FATAL_LOSS)
-        elif plan.immediate or (self.plan is None and self.member in plan.members):
+        elif plan.interrupts() or (self.plan is None and self.member in plan.members):
             self.enter(plan)
 
     @property

@@ -169,7 +169,7 @@ class Slot:
         if not self.admitted or listed or self.evicted:
             return None
         # A plan for the next boundary lets the worker go there; after any other it is late already.
-        late = bool(plan.immediate) or plan.epoch > self._listed + 1
+        late = plan.interrupts() or plan.epoch > self._listed + 1
         if (self._reason is not None or self.settings.feeder) and self._member not in plan.lost:
             self.dropped = True
             logger.info("the plan of epoch %d goes on without this member", plan.epoch)

@@ -101,7 +101,7 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         members=members,
         script_ranks=tuple(c.script_rank for c in candidates),
         builders=builders,
-        immediate=False,
+        when="boundary",
         lost=(),
     )
     return WritePlan(_in_time(view, plan, _able(view, learning)), _reason(plan, target, candidates))
@@ -142,7 +142,7 @@ def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
     now = replace(change, lent=tuple(each for each in change.lent if each.rank not in moved))
     often = all(0 < view.workers[plan.owners[rank]].sums_share <= _OFTEN for rank in moved)
     shorter = predicted_s(now, Costs()) <= _SHORTER * predicted_s(plan, Costs())
-    return replace(now, immediate="iteration") if not moved or (often and shorter) else change
+    return replace(now, when="iteration") if not moved or (often and shorter) else change
 
 
 def _able(view: View, plan: Plan) -> Plan:

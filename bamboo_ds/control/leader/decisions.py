@@ -290,7 +290,7 @@ class Decider:
         times -= at > plan.epoch  # that one was never written
         if times < _RECONNECTIONS:
             self._reconnected[pair] = times + 1, plan.epoch + 1
-            new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
+            new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), when="now")
             return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
         loser, winner = sorted(pair, key=self._cost_in(view, plan))
         return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
@@ -350,7 +350,7 @@ def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
                 members=(*plan.members, ready.id),
                 script_ranks=(*plan.script_ranks, ready.script_rank),
                 lost=(),
-                immediate=True,
+                when="now",
             )
             return WritePlan(new_plan, f"{ready.id} draws the batches of rank {ready.script_rank}")
     script_ranks = {record.script_rank for record in coming}

@@ -140,7 +140,7 @@ def handover(
     pairs = zip(plan.members, plan.script_ranks, strict=True)
     stay = [(member, script_rank) for member, script_rank in pairs if member not in leaving or member in kept]
     moved = replace(
-        moved, members=tuple(m for m, _ in stay), script_ranks=tuple(h for _, h in stay), lost=(), immediate=False
+        moved, members=tuple(m for m, _ in stay), script_ranks=tuple(h for _, h in stay), lost=(), when="boundary"
     )
     same = (moved.owners, moved.shadows, moved.members) == (plan.owners, plan.shadows, plan.members)
     return None if same else moved
@@ -152,7 +152,7 @@ def vanished(view: View, plan: Plan) -> list[str]:
     The others still need them where they are, so they must not wait for the boundary.
     """
     entered, inside = [view.workers[m].epoch for m in plan.members if m in view.workers], set(plan.members)
-    if plan.immediate or not entered or min(entered) == plan.epoch:
+    if plan.interrupts() or not entered or min(entered) == plan.epoch:
         return []
     first = min(entered)
     return [

@@ -209,15 +209,18 @@ class Leader:
         now = self._clock()
         begun, slot = self._fed.get(rank, (-math.inf, None))
         if now >= begun + _FEEDER_S or any(departure.slot == slot for departure in mirror.left.values()):
-            first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
-            begun, slot = now, claim_slot(self._store, first)
+            begun, slot = now, claim_slot(self._store, self._new_slot(mirror))
             self._fed[rank] = begun, slot
             self._on_feed(slot, rank)
         return begun + _FEEDER_S
 
+    def _new_slot(self, mirror: Mirror) -> int:
+        """The first one behind those of the job and of all members."""
+        return max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+
     def _assign(self, record: RestartRecord, mirror: Mirror) -> None:
         """Have the workers started again."""
-        first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+        first = self._new_slot(mirror)
         extra = {rank: claim_slot(self._store, first) for ranks in record.ranks.values() for rank in ranks[1:]}
         record = record.model_copy(update={"extra": extra})
         if not self._store.compare_and_swap(Keys.RESTART, mirror.revision(Keys.RESTART), record.to_json()):

@@ -61,7 +61,7 @@ def fatal_plan(plan: Plan, members: Sequence[str], lost: Sequence[str] = ()) -> 
         lost=tuple(lost),
         lost_roles=tuple(range(len(plan.owners))),
         builders=(),
-        immediate=True,
+        when="now",
     )
 
 

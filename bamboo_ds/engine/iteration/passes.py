@@ -77,7 +77,7 @@ class Passes(InContext):
         if batches.drawn == before + 1:
             self.measures.idle.record(DRAWING, time.perf_counter() - begin)
         batch = self._batch = self.slices.processed(drawn)
-        if self.progress.checksums and not self.progress.evaluating:
+        if self.progress.checksums and not self.progress.operation.evaluating:
             runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
@@ -91,7 +91,7 @@ class Passes(InContext):
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
         runtime = self.binding.current
         part = runtime.share.part
-        if self.progress.evaluating:
+        if self.progress.operation.evaluating:
             with (
                 self.slices.among(),
                 self.generators.keyed(Drawing.EVALUATION, runtime, buffer_id),
@@ -170,7 +170,7 @@ class Passes(InContext):
         may those of others, where the stage is copied in the middle of a long iteration: if they keep little.
         """
         again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
-        again = again or runtime.role in self.progress.taken_over
+        again = again or runtime.role in self.progress.operation.taken_over
         copied = self.mode.replicas and self.measures.times.iteration_s >= LONG_S
         if runtime.share.first_layers is None and (again or (copied and runtime.layers.keep_little())):
             runtime.share.first_layers = runtime.layers.undo()

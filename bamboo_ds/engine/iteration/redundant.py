@@ -119,7 +119,7 @@ class RedundantPasses(InContext):
                 return None
             done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
-            if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
+            if self.mode.eager_backward and not self.progress.operation.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
                 # Gradients below are of passes that sums have made needless, and may come later than those.
                 if last or (lane is not None and transport.discard(lane, m)):

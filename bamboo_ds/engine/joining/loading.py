@@ -85,7 +85,7 @@ class Loader(InContext):
             # Of a universal checkpoint each has brought its own shard up to date only.
             self.replication.exchange_shards()
         self.copies.copy_state(self.layout.roles)
-        self.progress.changed.clear()
+        self.progress.script.changed.clear()
         return result
 
     def _check(self, folder: str, tag: str | None, how: Loading) -> None:

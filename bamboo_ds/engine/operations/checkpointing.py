@@ -76,7 +76,7 @@ class Checkpoints(InContext):
 
     def load(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`..pipeline_engine.BambooPipelineEngine.load_checkpoint`."""
-        if self.progress.behind:
+        if self.progress.script.behind:
             return self.replay.load(lambda name: self.ds.load_checkpoint(folder, name, *args, **kwargs), folder, tag)
         if self.history.save_folders() or self.epoch.plan.generation:
             # It may be the one that is being written, by this start of the job or an earlier one.
@@ -106,13 +106,13 @@ class Checkpoints(InContext):
         self.commit()
 
     def commit(self) -> None:
-        self.progress.entered = True
+        self.progress.operation.entered = True
         attempt = self._attempt if self.epoch.leads else 0
         self.commits.agree(torch.tensor([attempt, self._left_out, self._complete], dtype=torch.float64))
 
     def repeatable(self) -> bool:
         """The copies of a role that was taken over died with its owner."""
-        return not any(runtime.role in self.progress.taken_over for runtime in self.binding.owned())
+        return not any(runtime.role in self.progress.operation.taken_over for runtime in self.binding.owned())
 
     def finish(self, outcome: Outcome) -> None:
         saves = self.saves
@@ -147,7 +147,7 @@ class End(InContext):
         self.commit()
 
     def commit(self) -> None:
-        self.progress.entered = True
+        self.progress.operation.entered = True
         self.commits.agree(torch.zeros(1, dtype=torch.float64), fenced=False)
 
     def repeatable(self) -> bool:

@@ -59,7 +59,7 @@ class Part:
 
     def progress(self) -> PartProgress:
         """The passes that are finished."""
-        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
+        return PartProgress(self.begin, self.end, self.forwards, self.backwards, self.since)
 
     @property
     def gradients_held(self) -> int:

@@ -80,16 +80,14 @@ class Leader:
             owners[rank], shadows[rank] = str(shadows[rank]), owners[rank]
         changed = replace(plan, epoch=plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), lost=())
         self._write(
-            replace(
-                lent(changed, world.case, random), immediate="iteration" if at_once or random.random() < 0.5 else False
-            )
+            replace(lent(changed, world.case, random), when="iteration" if at_once or random.random() < 0.5 else False)
         )
         return True
 
     def _write(self, plan: Plan) -> None:
         for name in plan.members:
             self.waiting.pop(name, None)
-        if plan.immediate:
+        if plan.interrupts():
             self._world.counts["interrupted"] += 1
             self._world.interrupt(plan)
         else:

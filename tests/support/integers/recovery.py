@@ -9,14 +9,13 @@ from bamboo_ds.engine.recovery.reports import (
     MemberReport,
     RoleReport,
     ScriptReport,
-    SumsReport,
     all_at_boundary,
     all_in_iteration,
     decision_of,
 )
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.stage.layers import Changes
-from bamboo_ds.schedule import Decision
+from bamboo_ds.schedule import Decision, PartProgress
 from bamboo_ds.topology import Layout, Role, without_copies
 
 from .case import Fatal
@@ -109,7 +108,7 @@ class Recovery:
             replicas=self.replicas(member),
             copying={rank(role): each.source for role, each in member.building.items()},
             sums=tuple(
-                SumsReport(rank=rank(role), begin=begin, end=end, counts=tuple(sorted(held)))
+                (rank(role), PartProgress(begin, end, sums=tuple(sorted(held))))
                 for (role, begin, end), held in member.sums.items()
                 if held
             ),
@@ -165,7 +164,7 @@ class Recovery:
         """What is told as redone has been done before."""
         told = _Redone(member, self._case.micro_batches)
         told.redone(member.plan, decision)
-        for (role, begin), (forwards, backwards) in told.progress.redone.items():
+        for (role, begin), (forwards, backwards) in told.progress.operation.redone.items():
             (part,) = [part for part in decision.progress[role].parts if part.begin == begin]
             again = [("ForwardPass", m) for m in range(part.forwards, forwards)]
             again += [("BackwardPass", m) for m in range(part.backwards, backwards)]

@@ -345,8 +345,8 @@ def test_listeners_get_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not views
     lost = Plan(**{**vars(plan("acd", (0, 2, 3), "aacd")), "lost": ("b",), "epoch": 6})
     plan_change.tell(lost, "a")
-    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcc")), "epoch": 7, "immediate": False}), "a")
-    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcx")), "epoch": 8, "immediate": False}), "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcc")), "epoch": 7, "when": "boundary"}), "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcx")), "epoch": 8, "when": "boundary"}), "a")
     assert [view.reason for view in views] == ["lost b", "left d; joined x", "stages or replicas move"]
     assert [view.ranks for view in views] == [(0, 2, 3), (0, 1, 2), (0, 1, 2)]
     assert views[0].roles == ((0, 0), (0, 1)) and views[1].roles == ((0, 0),)

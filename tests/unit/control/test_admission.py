@@ -18,7 +18,7 @@ pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md")
 
 PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
 #: It lists two joiners, whom nobody follows any more: the job ends.
-NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), script_ranks=(0, 1, 0, 1), immediate=False)
+NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), script_ranks=(0, 1, 0, 1), when="boundary")
 
 
 def there(name: str) -> MemberRecord:

@@ -224,7 +224,7 @@ def test_copies_begin_with_the_takeover() -> None:
     lost = replace(calm, members=members("a", "c", "d"), left={"b": left("b")})
     plan = decided(WritePlan, deciding(0.0, PATIENCE_S), lost, 100.0).plan
     bare = takeover(SECOND, ["b"])
-    assert replace(plan, builders=()) == bare and plan.immediate
+    assert replace(plan, builders=()) == bare and plan.interrupts()
     copied = dict(plan.builders)
     assert sorted(copied) == [rank for rank, shadow in enumerate(bare.shadows) if shadow is None]
 
@@ -238,7 +238,7 @@ def test_copies_begin_with_the_takeover() -> None:
 
     assert decider().decide(entered(complete=False), 100.1) == Wait(), "nothing is left to be copied"
     healed = decided(WritePlan, decider(), entered(complete=True), 100.1).plan
-    assert not healed.builders and None not in healed.shadows and not healed.immediate
+    assert not healed.builders and None not in healed.shadows and not healed.interrupts()
 
     reports = {name: report(name).model_copy(update={"memory": 21}) for name in IDS}
     full = replace(SECOND, shadows=("b", None, "a", "a"), memory=(StageMemory(10, 10, 8),) * 4)
@@ -267,8 +267,8 @@ def test_long_iterations_are_not_waited_for() -> None:
         return decided(WritePlan, decider(), seen, 100.0).plan
 
     short, long = next_plan(view(lost, 20.0)), next_plan(view(lost, 200.0))
-    assert replace(short, immediate="iteration") == long and "e" in long.members and long.builders
-    assert (short.immediate, long.immediate) == (False, "iteration")
+    assert replace(short, when="iteration") == long and "e" in long.members and long.builders
+    assert (short.when, long.when) == ("boundary", "iteration")
     # All that members copy is there: e gets the stage that its heir computes besides its own.
     copied = {n: tuple(rank for rank, builder in long.builders if builder == n) for n in long.members}
 
@@ -277,19 +277,19 @@ def test_long_iterations_are_not_waited_for() -> None:
         return replace(seen, workers={n: s.model_copy(update={"epoch": long.epoch}) for n, s in workers.items()})
 
     target = next_plan(complete(view(long, 200.0)))
-    assert target.owners != long.owners and heir == "a" and target.immediate == "iteration" and not target.lost
+    assert target.owners != long.owners and heir == "a" and target.when == "iteration" and not target.lost
     for seen in (view(long, 20.0), view(long, 200.0, sums_share=0.0), view(long, 200.0, sums_share=0.5)):
-        assert next_plan(complete(seen)) == replace(target, immediate=False), "what moves would begin again"
+        assert next_plan(complete(seen)) == replace(target, when="boundary"), "what moves would begin again"
     # A member leaves with a boundary, but those that take its stages over begin to copy them.
     going = records.member("d", 3, script_rank=3).model_copy(update={"state": "leaving"})
     leaving = replace(view(SECOND, 200.0), members=members("a", "b", "c") | {"d": going})
     leaving = replace(leaving, reports={name: report(name) for name in IDS})
     plan = next_plan(leaving)
-    assert plan.immediate == "iteration" and plan.builders and plan.owners == SECOND.owners
+    assert plan.when == "iteration" and plan.builders and plan.owners == SECOND.owners
     held = {n: tuple(rank for rank, builder in plan.builders if builder == n) for n in plan.members}
     told = {n: s.model_copy(update={"epoch": plan.epoch, "replicas": held[n]}) for n, s in leaving.workers.items()}
     without = next_plan(replace(leaving, plan=plan, workers=told))
-    assert "d" not in without.members and not without.immediate
+    assert "d" not in without.members and not without.interrupts()
 
 
 @pytest.mark.parametrize(

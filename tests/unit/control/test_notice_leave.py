@@ -127,7 +127,7 @@ class Simulated:
     def check(self, action: WritePlan) -> None:
         """What every plan on the way must keep to."""
         plan, before = action.plan, self.written[-2].plan if len(self.written) > 1 else None
-        assert not action.losses and not plan.immediate and not plan.lost_roles and not plan.lost
+        assert not action.losses and not plan.interrupts() and not plan.lost_roles and not plan.lost
         assert {*plan.owners, *(s for s in plan.shadows if s)} <= set(plan.members)
         if before is not None:
             for rank, owner in enumerate(plan.owners):
@@ -245,7 +245,7 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     assert job.step() == StartDataWorkers((3,))
     job.join(5, script_rank=3, feeder=True)
     action = job.step()
-    assert isinstance(action, WritePlan) and action.plan.immediate
+    assert isinstance(action, WritePlan) and action.plan.interrupts()
     assert (action.plan.members[-1], action.plan.script_ranks[-1]) == ("m5", 3)
 
 
@@ -405,7 +405,7 @@ def test_a_loss_while_a_member_leaves() -> None:
     job.left["m0"] = left_record("m0", "lost")
     action = job.step()
     assert isinstance(action, WritePlan)
-    assert action.plan.immediate and action.plan.lost == ("m0",) and not action.plan.lost_roles
+    assert action.plan.interrupts() and action.plan.lost == ("m0",) and not action.plan.lost_roles
     assert "m2" not in action.plan.members
 
 
@@ -424,7 +424,7 @@ def test_who_vanishes_on_the_way_out_is_a_loss(told: bool) -> None:
     before = job.plan
     action = job.step()
     assert isinstance(action, WritePlan)
-    assert action.plan == replace(before, epoch=before.epoch + 1, immediate=True)
+    assert action.plan == replace(before, epoch=before.epoch + 1, when="now")
     assert [loss.member for loss in action.losses] == ["m2"]
     job.enter()
     assert not isinstance(job.step(), WritePlan) or not job.written[-1].losses, "it is lost only once"

@@ -71,7 +71,7 @@ def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
 def test_a_member_that_leaves_has_not_been_evicted() -> None:
     it = slot(RUNNING)
     assert it.note_notice("told to") is None and it.state is State.LEAVING
-    boundary = replace(WITHOUT, immediate=False, lost=())
+    boundary = replace(WITHOUT, when="boundary", lost=())
     assert it.note_plan(boundary) is None and it.dropped and not it.evicted
     assert end(it, EXIT_LEFT) == "left" and it.state is State.ENDED
 
@@ -146,7 +146,7 @@ def test_one_that_waits_leaves_when_somebody_asks_it_to() -> None:
 
 def leaves(it: Slot) -> None:
     it.note_notice("leave, file: x")
-    it.note_plan(replace(WITHOUT, immediate=False, lost=()))
+    it.note_plan(replace(WITHOUT, when="boundary", lost=()))
 
 
 def fails(it: Slot) -> None:
@@ -231,7 +231,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
 ) -> None:
     """It ends with a result, as one that finds no job."""
     caplog.set_level(logging.ERROR, LOGGER)
-    plan = initial_plan(["a"]).to_json().replace('"schema":4', '"schema":5')
+    plan = initial_plan(["a"]).to_json().replace('"schema":5', '"schema":6')
     store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
     it = slot()
     it.state = State.REJOINING
@@ -239,4 +239,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert it.state is State.ENDED and it.next is None
-    assert "the bamboo_ds of this member reads 4: " in caplog.text
+    assert "the bamboo_ds of this member reads 5: " in caplog.text

@@ -207,7 +207,7 @@ def test_what_cannot_be_frozen_exactly() -> None:
         calls.context = SimpleNamespace(  # type: ignore[assignment]
             binding=SimpleNamespace(local=local, runtimes={local.role: local}),
             epoch=SimpleNamespace(plan=plan_now, job=job, channel=channel),
-            progress=SimpleNamespace(behind=False),
+            progress=SimpleNamespace(script=SimpleNamespace(behind=False)),
         )
         with pytest.raises(kind, match=reason):
             calls._follow_freezing()

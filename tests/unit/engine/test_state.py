@@ -141,7 +141,7 @@ def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPat
     nothing: Any = None
     member = Replay(context, nothing, nothing, nothing)
     member.join({"torch.set_default_dtype": "torch.float32"})
-    assert context.progress.joining and context.job.replaying
+    assert context.progress.script.joining and context.job.replaying
     with pytest.raises(ConfigError, match=r"dtype is torch.float32 on the job and torch.float64 on this member"):
         member.join({"torch.set_default_dtype": "torch.float64"})
 

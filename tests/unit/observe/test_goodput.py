@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bamboo_ds.cli.goodput import goodput as command
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.goodput.accounted import GoodputReport
+from bamboo_ds.observe.goodput import Accountant, account
+from bamboo_ds.observe.goodput.accounted import Accounted, GoodputReport
 from bamboo_ds.observe.goodput.lives import Category
 from tests.support.written import Written, write
 
@@ -363,8 +363,11 @@ def sequences(draw: st.DrawFn) -> list[ev.Event]:
 @given(sequences())
 @settings(deadline=None, max_examples=300)
 def test_every_second_is_accounted_to_one_category(events: list[ev.Event]) -> None:
-    report = account(events)
+    report, running = account(events), Accountant()
     assert_complete(report)
+    for event in events:
+        running.add(event)
+    assert running.snapshot().model_dump() == report.model_dump(include=set(Accounted.model_fields))
     width = report.wall_seconds / 7
     _, members = report.over_time(7)
     for category, counts in members.items():

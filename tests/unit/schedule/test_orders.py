@@ -29,7 +29,7 @@ from bamboo_ds.schedule import (
 from bamboo_ds.schedule.orders import member_order
 from bamboo_ds.schedule.progress import finished
 from bamboo_ds.topology import BlockCosts, Layout, Lent, Plan, Role, takeover
-from tests.support.planning import plan_of
+from tests.support.planning import plan_of, undivided
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/even-shares.md")
 
@@ -47,7 +47,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
-        progress[role] = RoleProgress(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
+        progress[role] = undivided(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
     return plan, micro_batches, progress
 
 
@@ -76,7 +76,7 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         seconds = [[random.choice((1.0, 1.0, 0.35, 2.1)) for _ in range(layout.blocks_of(s))] for s in range(stages)]
         slow = tuple((member, random.choice((1.5, 0.7))) for member in names if random.random() < 0.2)
         plan = replace(plan, costs=BlockCosts(tuple(map(tuple, seconds)), slow))
-    progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
+    progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in layout.roles}
     if random.random() < 0.3:
         return plan, micro_batches, progress
 
@@ -88,13 +88,12 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         if layout.slice_of(role):
             progress[role] = progress[layout.slices_with(role)[0]]
             continue
-        forwards, backwards = counters()
-        done = replace(done, forwards=forwards, backwards=backwards, reduced=random.random() < 0.2)
-        if done.rear is not None:
-            done = replace(done, rear=PartProgress(done.rear.begin, *counters()))
-        elif layout.blocks_of(role.stage) > 1 and random.random() < 0.2:  # its owner computes both parts
-            done = replace(done, rear=PartProgress(random.randint(1, blocks[role.stage] - 1), *counters()))
-        progress[role] = done
+        bounds = [part.blocks for part in done.parts]
+        if len(bounds) == 1 and layout.blocks_of(role.stage) > 1 and random.random() < 0.2:
+            cut = random.randint(1, blocks[role.stage] - 1)  # its owner computes both parts
+            bounds = [(0, cut), (cut, blocks[role.stage])]
+        parts = tuple(PartProgress(*each, *counters()) for each in bounds)
+        progress[role] = replace(done, parts=parts, reduced=random.random() < 0.2)
     return plan, micro_batches, progress
 
 
@@ -235,7 +234,7 @@ def test_a_member_simulates_the_copies_that_it_is_connected_with(monkeypatch: py
     copies = [row[2:6] for row in rows]
     layout, micro_batches = Layout(4, 4), 6
     who: Hosts = tuple((copies[role.pipeline][role.stage],) for role in layout.roles)
-    done = finished(layout, micro_batches, dict.fromkeys(layout.roles, RoleProgress()))
+    done = finished(layout, micro_batches, dict.fromkeys(layout.roles, undivided()))
     whole = compute_order(layout, who, micro_batches)
     planned: list[int] = []
     simulated: list[list[str]] = []

@@ -37,7 +37,7 @@ from bamboo_ds.schedule import (
 )
 from bamboo_ds.schedule.orders import ordered
 from bamboo_ds.topology import Layout, Role, initial_plan, takeover
-from tests.support.planning import plan_of
+from tests.support.planning import plan_of, undivided
 
 pytestmark = pytest.mark.claim("README.md", "concepts.md", "reference/settings.md")
 
@@ -105,7 +105,7 @@ def test_undisturbed_program(shape: tuple[int, int], pipelines: int, bubbles: bo
         for kind in (LoadMicroBatch, SendActivation, RecvActivation, SendGrad, RecvGrad):
             assert Counter(map(type, program))[kind] == stock[kind], kind
         # Cached, also for an explicit absence of progress.
-        nothing = dict.fromkeys(layout.roles, RoleProgress())
+        nothing = dict.fromkeys(layout.roles, undivided())
         assert program is member_program(plan, member, micro_batches, nothing, bubbles)
 
 
@@ -167,11 +167,11 @@ def test_no_program_without_a_place_in_the_plan() -> None:
 def test_progress_must_fit() -> None:
     plan = plan_of(Layout(1, 2))
     with pytest.raises(ProtocolError, match="every role"):
-        member_program(plan, "m0", 4, {Role(0, 0): RoleProgress()})
+        member_program(plan, "m0", 4, {Role(0, 0): undivided()})
     with pytest.raises(ProtocolError, match="of 4 micro-batches"):
-        member_program(plan, "m0", 4, {Role(0, 0): RoleProgress(5, 0), Role(0, 1): RoleProgress()})
+        member_program(plan, "m0", 4, {Role(0, 0): undivided(5, 0), Role(0, 1): undivided()})
     with pytest.raises(ProtocolError, match="impossible"):
-        RoleProgress(1, 2)
+        undivided(1, 2)
 
 
 def test_no_bubble_before_a_local_message() -> None:
@@ -190,7 +190,7 @@ def test_speed_and_cache() -> None:
     """Orders of a whole world; programs of members of a large one, whose neighbour was lost or not."""
     layout = Layout(4, 8)
     plan = takeover(plan_of(layout), ["m9", "m14"])
-    progress = {role: RoleProgress(min(64, 20 - role.stage), 20 - 2 * role.stage) for role in layout.roles}
+    progress = {role: undivided(min(64, 20 - role.stage), 20 - 2 * role.stage) for role in layout.roles}
     best = float("inf")
     for _ in range(5):
         ordered.cache_clear()
@@ -252,7 +252,7 @@ def test_grid_of_a_takeover() -> None:
     layout = Layout(1, 4)
     owners = ("a", "b", "b", "d")
     counters = [(2, 0), (2, 0), (1, 0), (2, 2)]
-    progress = {role: RoleProgress(*done) for role, done in zip(layout.roles, counters, strict=True)}
+    progress = {role: undivided(*done) for role, done in zip(layout.roles, counters, strict=True)}
     orders = compute_order(layout, whole(owners), 2, progress)
     spans = times(layout, owners, 2, progress)
     drawn = lines(compute_order.__doc__, ("a (0)", "b (1 and 2)", "d (3)"))

@@ -105,7 +105,8 @@ def test_members_take_it_together_or_not_at_all(writes: bool, agreed: int) -> No
 
 def taker(saves: Any, every_s: Any = 5.0, steps: int = 3) -> Any:
     """What decides on a member that leads in epoch 7, which has seen no losses yet."""
-    progress = SimpleNamespace(agreed=SimpleNamespace(own=7), steps=steps, rate=LossRate)
+    operation = SimpleNamespace(agreed=SimpleNamespace(own=7))
+    progress = SimpleNamespace(operation=operation, steps=steps, rate=LossRate)
     context = SimpleNamespace(
         settings=SimpleNamespace(checkpoint=CheckpointConfig(every_s=every_s)),
         epoch=SimpleNamespace(plan=SimpleNamespace(epoch=7), leads=True),

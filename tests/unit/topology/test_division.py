@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -226,7 +227,7 @@ def makespan(plan: Plan, micro_batches: int) -> float:
     """
     layout = plan.world
     costs = plan.costs or BlockCosts(tuple((1.0,) * count for count in layout.blocks))
-    progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
+    progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in layout.roles}
 
     def seconds(role: Role, kind: str, begin: int, end: int, member: str) -> float:
         return costs.part(role.stage, begin, end) * costs.slow(member) * (1 if kind == "F" else 2)
@@ -311,11 +312,11 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     for rank, role in enumerate(plan.world.roles):
         done = [draw(st.integers(0, micro_batches)) for _ in range(2)]
         backs = [draw(st.integers(0, each)) for each in done]
-        begun = not_begun(plan.lending(role))
-        rear = PartProgress(cuts[rank], done[1], backs[1]) if rank in cuts else None
-        progress[role] = replace(
-            begun, forwards=done[0], backwards=backs[0], rear=rear, reduced=draw(st.booleans()) and draw(st.booleans())
-        )
+        blocks = plan.world.blocks_of(role.stage)
+        bounds = (0, cuts[rank], blocks) if rank in cuts else (0, blocks)
+        parts = tuple(PartProgress(*each, f, b) for each, f, b in zip(pairwise(bounds), done, backs, strict=False))
+        reduced = draw(st.booleans()) and draw(st.booleans())
+        progress[role] = replace(not_begun(blocks, plan.lending(role)), parts=parts, reduced=reduced)
     return plan, micro_batches, progress
 
 
@@ -326,5 +327,5 @@ def test_programs_of_divided_stages_come_to_their_end(
 ) -> None:
     plan, micro_batches, progress = case
     if begins:
-        progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in plan.world.roles}
     play(plan, micro_batches, progress)

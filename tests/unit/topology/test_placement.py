@@ -80,7 +80,7 @@ class Job:
         names = (*self.plan.members, self.members[-1].id)
         script_ranks = (*self.plan.script_ranks, self.members[-1].script_rank)
         self.plan = replace(
-            self.plan, epoch=self.plan.epoch + 1, members=names, script_ranks=script_ranks, lost=(), immediate=False
+            self.plan, epoch=self.plan.epoch + 1, members=names, script_ranks=script_ranks, lost=(), when="boundary"
         )
 
     def lose(self, lost: set[str]) -> bool:
@@ -107,7 +107,7 @@ class Job:
         builders = builders_for(self.plan, target)
         assert {(move.rank, move.destination) for move in copies} <= set(builders)
         epoch = self.plan.epoch + 1
-        self.plan = replace(self.plan, epoch=epoch, builders=builders, lost=(), immediate=False)
+        self.plan = replace(self.plan, epoch=epoch, builders=builders, lost=(), when="boundary")
         # Whoever is no builder any more stops following.
         self.ready = {m: {r for r in ranks if (r, m) in builders} for m, ranks in self.ready.items()}
         self.valid = {rank: set(members) for rank, members in holders_of(self.plan, self.ready).items()}
@@ -140,7 +140,7 @@ def check_rules(previous: Plan, new: Plan, members: Sequence[Candidate], costs: 
     usable = sorted((m for m in members if not m.leaving), key=lambda m: m.slot) or list(members)
     by_id = {m.id: m for m in usable}
     assert (new.epoch, new.layout, new.schema) == (previous.epoch + 1, previous.layout, previous.schema)
-    assert (new.builders, new.lost, new.immediate) == ((), (), False)
+    assert (new.builders, new.lost, new.when) == ((), (), "boundary")
     assert new.members == tuple(m.id for m in usable)
     assert new.script_ranks == tuple(m.script_rank for m in usable)
     hosts = {m.host for m in usable}
@@ -357,7 +357,7 @@ def test_a_member_that_leaves_hands_over_to_a_standby() -> None:
     assert {m.source for m in moves(before, plan, holders_of(before))} <= {"m0", "m1", "m2"}
     # If everybody leaves, everybody stays.
     everybody = [replace(m, leaving=True) for m in members[:4]]
-    assert bare(next_plan(before, everybody)) == replace(bare(before), immediate=False)
+    assert bare(next_plan(before, everybody)) == replace(bare(before), when="boundary")
 
 
 def test_a_host_takes_no_role_with_it() -> None:

@@ -46,7 +46,7 @@ def test_shadows(layout: Layout, slots: int, redundant: bool) -> None:
     hosts = {member.id: member.host for member in members}
     plan = with_redundancy(first, layout, redundant, members)
     assert (plan.epoch, plan.layout, plan.owners) == (2, layout, first.owners)
-    assert plan.script_ranks == first.script_ranks and plan.immediate
+    assert plan.script_ranks == first.script_ranks and plan.interrupts()
     for role in layout.roles:
         owner, shadow = plan.owner(role), plan.shadow(role)
         if layout.size == 1 or not redundant:
@@ -74,13 +74,13 @@ def test_takeover_invariants(layout: Layout, redundant: bool, data: st.DataObjec
             if m in plan.members and m not in (plan.owners[rank], plan.shadows[rank])
         ]
         ready = data.draw(st.sets(st.sampled_from(builders)), "ready") if builders else set()
-        before = replace(plan, builders=tuple(builders), immediate=False)
+        before = replace(plan, builders=tuple(builders), when="boundary")
         holders = {rank: {m for r, m in ready if r == rank} for rank in ranks}
         lost = data.draw(st.sets(st.sampled_from(names(layout)), max_size=3), "lost")
         plan = takeover(before, lost, holders)
         alive = set(before.members) - lost
         assert plan == takeover(before, sorted(lost), holders)
-        assert plan.epoch == before.epoch + 1 and plan.layout == layout and plan.immediate
+        assert plan.epoch == before.epoch + 1 and plan.layout == layout and plan.interrupts()
         assert plan.members == tuple(m for m in before.members if m in alive)
         assert plan.script_ranks == tuple(before.script_rank(m) for m in plan.members)
         assert plan.lost == tuple(m for m in before.members if m in lost)

@@ -37,7 +37,7 @@ from bamboo_ds.topology.planner import plan as next_plan
 from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
 from tests.support.compare import differences
-from tests.support.planning import plan_of
+from tests.support.planning import plan_of, undivided
 from tests.support.programs import play
 
 pytestmark = pytest.mark.claim("guides/tensor-slices.md")
@@ -259,8 +259,8 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
-        kept = RoleProgress(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
-        bare = RoleProgress(reduced=draw(st.booleans()), state_only=True)
+        kept = undivided(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
+        bare = undivided(reduced=draw(st.booleans()), state_only=True)
         progress[role] = draw(st.sampled_from([kept, kept, bare]))
     return plan, micro_batches, progress
 
@@ -273,7 +273,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
     settled = dict(settle(layout, micro_batches, progress))
     for role, done in settled.items():
         assert done == progress[role] or done in (
-            RoleProgress(state_only=progress[role].state_only),
+            undivided(state_only=progress[role].state_only),
             replace(progress[role], reduced=False),
         )
         if done != progress[role]:
@@ -283,22 +283,22 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
 
 def test_slices_at_different_places() -> None:
     layout = Layout(2, 2, slices=2)
-    progress = dict.fromkeys(layout.roles, RoleProgress(3, 1))
-    ahead = {**progress, Role(1, 0): RoleProgress(4, 1)}
+    progress = dict.fromkeys(layout.roles, undivided(3, 1))
+    ahead = {**progress, Role(1, 0): undivided(4, 1)}
     with pytest.raises(ProtocolError, match="different places"):
         compute_order(layout, tuple((member,) for member in "abcd"), 4, ahead)
-    again = {**progress, Role(0, 0): RoleProgress(), Role(1, 0): RoleProgress()}
+    again = {**progress, Role(0, 0): undivided(), Role(1, 0): undivided()}
     assert settle(layout, 4, ahead) == again
     assert settle(layout, 4, progress) == progress
     # A role that was taken over after its gradients were reduced: its neighbour still needs something.
-    late = dict.fromkeys(layout.roles, RoleProgress(4, 4, reduced=True))
-    late[Role(0, 1)] = RoleProgress(reduced=True, state_only=True)
+    late = dict.fromkeys(layout.roles, undivided(4, 4, reduced=True))
+    late[Role(0, 1)] = undivided(reduced=True, state_only=True)
     assert settle(layout, 4, late) == late
-    late[Role(0, 0)] = RoleProgress(4, 3)
-    bare = RoleProgress(state_only=True)
+    late[Role(0, 0)] = undivided(4, 3)
+    bare = undivided(state_only=True)
     assert settle(layout, 4, late) == {
-        Role(0, 0): RoleProgress(),
-        Role(1, 0): RoleProgress(),
+        Role(0, 0): undivided(),
+        Role(1, 0): undivided(),
         Role(0, 1): bare,
-        Role(1, 1): RoleProgress(),
+        Role(1, 1): undivided(),
     }

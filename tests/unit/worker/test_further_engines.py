@@ -32,7 +32,8 @@ def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
 def test_a_worker_that_joins_is_told() -> None:
     plan = SimpleNamespace(members=("a", "b"), script_ranks=(0, 1))
     channel = SimpleNamespace(joiner=True, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
-    session = SimpleNamespace(plan=plan, among_itself=False, among_founders=lambda *_: nullcontext())
+    attachment = SimpleNamespace(founders=None, among_founders=lambda *_: nullcontext())
+    session = SimpleNamespace(plan=plan, attachment=attachment)
     job = Mock(channel=channel, session=session)
     engine = type("Engine", (), {"forward": lambda self: "computed"})
     with pytest.raises(UnsupportedError, match="a worker that joins cannot compute what it has computed"):
