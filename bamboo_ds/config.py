@@ -7,7 +7,6 @@ nearest known key named, so that a typing error never silently turns a safeguard
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -18,7 +17,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from .addresses import check_url as check_url
@@ -45,10 +43,6 @@ class RedundancyConfig(ConfigPart):
         description="`none`, `lazy-frc-lazy-brc`, `eager-frc-lazy-brc`, `eager-frc-eager-brc`, or `auto`: "
         "`eager-frc-lazy-brc` on members with room for it on their device, and on those without a device; "
         "`lazy-frc-lazy-brc` on the others, see [Memory](../guides/even-shares.md#memory)",
-    )
-    placement: Literal["idle", "fixed"] = Field(
-        "idle",
-        description="`idle`: only in measured idle time; `fixed`: before every RecvGrad",
     )
     memory_budget_mb: float | None = Field(
         None,
@@ -243,15 +237,6 @@ class TopologyConfig(ConfigPart):
         return None if self.memory_limit_mb is None else round(self.memory_limit_mb * 2**20)
 
 
-#: Settings of ``bamboo.observe`` that are no more: what users are told who have them in a file.
-_FORMER = {
-    "ledger": 'is "bamboo.observe.checksums": true now, which it switches on: there are no files of a ledger any more; '
-    "the events of steps tell what these have consumed, and `bamboo goodput EVENTS` verifies it",
-    "otlp": "has no effect any more: a collector reads /metrics and the file of events itself, as "
-    '"OpenTelemetry" in docs/guides/observing.md has it',
-}
-
-
 class ObserveConfig(ConfigPart):
     """``bamboo.observe``"""
 
@@ -275,19 +260,6 @@ class ObserveConfig(ConfigPart):
         "`losses`: those of some iterations around each loss and each change of plan; `all`; `off`: none. See "
         "[Timelines](../guides/timelines.md)",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, block: Any) -> Any:
-        """Configurations with :data:`_FORMER` settings go on working; a warning says what to write instead."""
-        if not isinstance(block, Mapping):
-            return block
-        given = {name for name in _FORMER if block.get(name) is not None}
-        for name in sorted(given):
-            # Without its value: that of a collector may have a credential in it.
-            warnings.warn(f'"{BLOCK}.observe.{name}" {_FORMER[name]}', FutureWarning, stacklevel=2)
-        rest = {name: value for name, value in block.items() if name not in _FORMER}
-        return {"checksums": True, **rest} if "ledger" in given else rest
 
     @field_validator("http")
     @classmethod

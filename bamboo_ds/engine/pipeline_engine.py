@@ -139,11 +139,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
     ) -> bool:
         """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
 
-        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event. The
-        script may delete older checkpoints then: the newest comes back if this one does not get complete.
+        It returns when the checkpoint is complete, or could not be written, which is an event, too. With
+        ``bamboo.checkpoint.asynchronous`` it returns after a copy to host memory.
 
         Returns:
-            Whether the checkpoint is being written, or complete if it was waited for.
+            Whether the checkpoint is complete, or is being written.
 
         Raises:
             CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.
@@ -240,7 +240,6 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         stock.OptimizerStep: _by(lambda iteration: iteration.steps.step_owned),
         schedule.UseRole: _by(lambda iteration: iteration.passes.use_role),
         schedule.FillBubble: _by(lambda iteration: iteration.redundant.fill_bubble),
-        schedule.RedundantForward: _by(lambda iteration: iteration.redundant.run_next),
         schedule.ResendActivation: _by(lambda iteration: iteration.boundaries.resend_activation),
         schedule.ResendGrad: _by(lambda iteration: iteration.boundaries.resend_grad),
         schedule.SendChanges: _by(lambda iteration: iteration.division.send_changes),

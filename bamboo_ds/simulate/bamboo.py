@@ -270,7 +270,8 @@ class BambooJob(SimulatedTraining):
         return min(self.terms.checkpoint_s, every_s or self.terms.checkpoint_s)
 
     def _save(self) -> Run:
-        waits = not self._config.checkpoint.asynchronous
+        # One of the job's own, which it takes where its interval is the shorter one, is written in the background.
+        waits = not self._config.checkpoint.asynchronous and self._interval_s() >= self.terms.checkpoint_s
         yield from self._checkpoint(self._copy_s, self._write_s(), self.plan.owners, waits)
 
     def _change(self, action: WritePlan) -> Run:

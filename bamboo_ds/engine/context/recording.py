@@ -15,9 +15,7 @@ from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.runtime import RuntimeBinding
 from .records import Progress
 
-#: Instructions that contain others or take no time.
-_LEFT_OUT = {"UseRole", "FillBubble", "RedundantForward"}
-_BY_NAME = {kind.value: kind for kind in Kind if kind.value not in _LEFT_OUT}
+_BY_NAME = {kind.value: kind for kind in Kind}
 
 
 class Recording:

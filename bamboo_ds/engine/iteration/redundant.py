@@ -100,13 +100,6 @@ class RedundantPasses(InContext):
         idle.record(DRAWING, time.perf_counter() - begin)
         return True
 
-    def run_next(self) -> None:
-        """Do what could be done now, whether there is idle time or not."""
-        for _ in range(2 if self.mode.eager_backward else 1):
-            work = self._next()
-            if work is not None:
-                self.run(*work)
-
     def _next(self) -> tuple[StageRuntime, str] | None:
         """The next pending step or redundant pass that could run now without waiting for another member."""
         for replica in self.binding.replicas():

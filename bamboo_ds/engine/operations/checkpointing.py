@@ -15,7 +15,6 @@ from ...comm.standing import END
 from ...errors import EpochChanged
 from ...observe.spans import Kind
 from ...schedule import RoleProgress
-from ...state import spares
 from ...state.checkpoints import MANIFEST
 from ...state.publish import check_tag
 from ...topology import Role
@@ -36,9 +35,9 @@ logger = logging.getLogger("bamboo_ds")
 class Checkpoints(InContext):
     """``save_checkpoint`` and ``load_checkpoint``, and a save as an :class:`~..context.operation.Operation`.
 
-    A save copies all roles' state. After its commit the members write the copies, while training goes on. With
-    ``bamboo.checkpoint.asynchronous`` off they write before the commit, which waits for the complete checkpoint; a loss
-    while they write makes them repeat all of it.
+    A save copies all roles' state. The members write the copies before its commit, which waits for the complete
+    checkpoint; a loss while they write makes them repeat all of it. With ``bamboo.checkpoint.asynchronous`` they write
+    after the commit, while training goes on.
     """
 
     replay: Replay
@@ -87,7 +86,6 @@ class Checkpoints(InContext):
         if self.places.mirror is not None:
             tag = self.places.bring(folder, tag)
             self.epoch.transport.barrier()  # hosts that share the folder have all looked into it
-        spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         self.copies.iteration.exchanged.loaded()
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None

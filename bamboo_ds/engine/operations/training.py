@@ -123,8 +123,8 @@ class Training(InContext):
             self.epoch.member,
             micro_batches,
             progress,
-            self.settings.redundancy.placement if self.mode.eager_forward else "idle" if self.mode.replicas else "none",
-            self.iteration.sums.every,
+            bubbles=self.mode.replicas,
+            sync_every=self.iteration.sums.every,
         )
         self._execute(program, until_commit=True)
 

@@ -175,7 +175,7 @@ class Accountant:
                 self._step(event, now)
             case ev.CheckpointSaved():
                 self._saved[event.path] = _key(event)
-                self._save(now - event.seconds)
+                self._save(now if event.waited else now - event.seconds)
             case ev.Fatal():
                 self._stop(now)
             case ev.Restart():
@@ -288,11 +288,11 @@ class Accountant:
             step.undone = True
         self._settled.undo(self._run, key)
 
-    def _save(self, copied: float) -> None:
-        """A checkpoint was copied to host memory until ``copied``: training was held since the step before."""
-        before = next((step.end for step in reversed(self._steps) if step.end <= copied), copied)
+    def _save(self, end: float) -> None:
+        """A checkpoint was copied, or written, until ``end``: training was held since the step before."""
+        before = next((step.end for step in reversed(self._steps) if step.end <= end), end)
         for life in self._living():
-            life.label(before, copied, Rank.GAP, Category.CHECKPOINT)
+            life.label(before, end, Rank.GAP, Category.CHECKPOINT)
 
     def _stop(self, now: float) -> None:
         """No member holds some stage: the interrupted step is wasted, and members wait from now on."""

@@ -79,10 +79,10 @@ class World:
         return begun_by(plan, *self._settings)
 
     @property
-    def _settings(self) -> tuple[int, Any, int]:
+    def _settings(self) -> tuple[int, bool, int]:
         case = self.case
         # Where members do nothing in bubbles these are left out.
-        return case.micro_batches, "idle" if case.eager else "none", case.every
+        return case.micro_batches, case.eager, case.every
 
     def run(self, instructions: int | None = None, to_commit: bool = False) -> bool:
         """Go on until all have ended, or for so many instructions, or until all are in a commit that none has passed.

@@ -127,7 +127,10 @@ def test_what_may_give_other_bits_is_named_by_device_and_settings() -> None:
 
 
 def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}), History.key(0): "[]"}
+    answers = {
+        FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}),
+        History.key(0): History().answer(History.key(0)),
+    }
     monkeypatch.setattr(Replay, "_told", lambda self, key, sources=(): answers[key])
     context: Any = SimpleNamespace(
         job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),

@@ -114,6 +114,18 @@ def test_a_step_that_lasts_no_longer_than_others_has_redone_nothing() -> None:
     assert spent(account(job.events), "a") == {"initialization": 10, "productive": 8, "detection_and_agreement": 0.75}
 
 
+@pytest.mark.parametrize(("waited", "saving"), [(True, 3), (False, 0.5)])
+def test_the_write_of_a_checkpoint_counts_where_training_waits_for_it(waited: bool, saving: float) -> None:
+    job = Written("a")
+    job.steps(1, 2, at=10)
+    job.add(ev.CheckpointSaved, 17, step=2, path="/c/2", seconds=2.5, bytes=1, waited=waited)
+    job.step(19, 3)
+    job.finish(19)
+    others = {"other": 3 - saving} if saving < 3 else {}
+    expected = {"initialization": 10, "productive": 6, "unproductive_checkpoint_save_time": saving, **others}
+    assert spent(account(job.events), "a") == expected
+
+
 def test_a_redo_without_a_step_to_compare_with_is_all_redone() -> None:
     job = Written("a", "b")
     job.lose(12, "b")

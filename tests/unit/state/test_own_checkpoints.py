@@ -160,7 +160,7 @@ def test_a_stage_that_cannot_be_copied_ends_the_own_ones_and_not_the_job() -> No
 ALONE = Layout(1, 1)
 
 
-def test_two_are_kept_and_no_spares_are_made(members: Callable[..., Member], tmp_path: Path) -> None:
+def test_two_are_kept(members: Callable[..., Member], tmp_path: Path) -> None:
     folder = own_folder(tmp_path, "job")
     member = members(0, folder, keep=1)
     for step in (1, 2, 3):
