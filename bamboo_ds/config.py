@@ -7,7 +7,6 @@ nearest known key named, so that a typing error never silently turns a safeguard
 from __future__ import annotations
 
 import difflib
-import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, get_args
 
@@ -18,7 +17,6 @@ from pydantic import (
     ValidationError,
     ValidationInfo,
     field_validator,
-    model_validator,
 )
 
 from .addresses import check_url as check_url
@@ -46,10 +44,6 @@ class RedundancyConfig(ConfigPart):
         "`eager-frc-lazy-brc` on members with room for it on their device, and on those without a device; "
         "`lazy-frc-lazy-brc` on the others, see [Memory](../guides/even-shares.md#memory)",
     )
-    placement: Literal["idle", "fixed"] = Field(
-        "idle",
-        description="`idle`: only in measured idle time; `fixed`: before every RecvGrad",
-    )
     memory_budget_mb: float | None = Field(
         None,
         gt=0,
@@ -58,28 +52,26 @@ class RedundancyConfig(ConfigPart):
     )
     sync_every: Literal["auto"] | NonNegativeInt = Field(
         "auto",
-        description="in the middle of an iteration a stage sends its sums of gradients to its shadow after so many "
-        "micro-batches, so that a loss costs a few micro-batches of the stage and not all since the iteration began; "
-        "0: never; `auto`: as often as that takes at most 30 % of the network's time and 3 % of that of the passes, as "
-        "measured; where members compute on processors, of which sending takes time, 3 % of either",
+        description="micro-batches after which a stage sends its sums of gradients to its shadow, so that a loss costs "
+        "a few micro-batches of the stage; 0: never; `auto`: as often as at most 30 % of the network's time and 3 % of "
+        "the passes' bear; where members compute on processors, 3 % of either",
     )
     park: bool = Field(
         True,
-        description="replicas that compute nothing are in host memory, so that they take no memory of devices until "
-        "they do: with `lazy-frc-lazy-brc` and `auto`, on other devices than CPUs, with optimizers that compute each "
-        "element by itself; see [Memory](../guides/even-shares.md#memory)",
+        description="replicas that compute nothing are in host memory: with `lazy-frc-lazy-brc` and `auto`, on other "
+        "devices than CPUs, with optimizers that compute each element by itself; see [Memory]"
+        "(../guides/even-shares.md#memory)",
     )
     verify_every: int = Field(
         100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
     )
     on_mismatch: Literal["stop", "warn", "evict"] = Field(
         "stop",
-        description="what follows when a replica differs although it was copied again after the check before: `stop` "
-        "ends the job; `warn`: the stage stays without replica until the plan changes; `evict`: like `stop`, but with "
-        "several pipelines and without ZeRO the copies of all of them are compared, and a member is [lost]"
-        "(../guides/exactness.md#a-member-with-wrong-state) whose copy differs from most others. And when owner and "
-        "shadow of a stage are lost whose layers keep running statistics or the like, of which another pipeline has "
-        "other ones: `stop` and `evict`: that is a fatal loss; `warn`: the stage goes on with those",
+        description="after a second difference of a replica: `stop` ends the job; `warn`: the stage stays without "
+        "replica until the plan changes; `evict`: like `stop`, but with several pipelines and without ZeRO a member is "
+        "[lost](../guides/exactness.md#a-member-with-wrong-state) whose copy differs from most others. When owner and "
+        "shadow of a stage with running statistics or the like are lost: `stop` and `evict`: a fatal loss; `warn`: the "
+        "stage goes on with another pipeline's",
     )
     check_exact: int | None = Field(
         None,
@@ -219,40 +211,30 @@ class TopologyConfig(ConfigPart):
     memory_limit_mb: float | None = Field(
         None,
         gt=0,
-        description="what a member may hold of stages, in MiB: parameters, gradients and optimizer state of those that "
-        "it owns and shadows, and what their passes keep. Replicas are given up for it, see [Even shares]"
-        "(../guides/even-shares.md#memory). `null`: on devices their memory divided by the members on them, less a "
-        "tenth and what scripts hold besides; in host memory any number",
+        description="MiB of stages that a member may hold: state of those that it owns and shadows, and what their "
+        "passes keep. Replicas are given up for it, see [Even shares](../guides/even-shares.md#memory). `null`: on "
+        "devices their memory divided by the members on them, less a tenth and what scripts hold besides; in host "
+        "memory any number",
     )
     min_gain: float = Field(
         0.05,
         ge=0,
         lt=1,
-        description="share of the iteration time that must be won before a stage moves, or is divided otherwise, for "
-        "speed; the time is taken to be that of the member with most to do. Stages count as equal until their blocks "
-        "have been measured (`topology.blocks`)",
+        description="share of the iteration time, that of the member with most to do, that a stage's move or new "
+        "division for speed must win",
     )
 
     zones_apart: bool = Field(
         True,
-        description="whether shadows are moved out of the zones of their owners, so that nodes of one zone that vanish "
-        "together are no fatal loss; as far as zones are known (`--zone`), no member has to hold more for it, and only "
-        "these two have the state: with one pipeline, or with ZeRO. It sends gradients from zone to zone",
+        description="whether shadows are in other zones than their owners (`--zone`), so that the loss of a zone is no "
+        "fatal loss; where no member has to hold more for it, and only these two have the state: with one pipeline, or "
+        "with ZeRO. It sends gradients from zone to zone",
     )
 
     @property
     def memory_limit(self) -> int | None:
         """``memory_limit_mb`` in bytes."""
         return None if self.memory_limit_mb is None else round(self.memory_limit_mb * 2**20)
-
-
-#: Settings of ``bamboo.observe`` that are no more: what users are told who have them in a file.
-_FORMER = {
-    "ledger": 'is "bamboo.observe.checksums": true now, which it switches on: there are no files of a ledger any more; '
-    "the events of steps tell what these have consumed, and `bamboo goodput EVENTS` verifies it",
-    "otlp": "has no effect any more: a collector reads /metrics and the file of events itself, as "
-    '"OpenTelemetry" in docs/guides/observing.md has it',
-}
 
 
 class ObserveConfig(ConfigPart):
@@ -278,19 +260,6 @@ class ObserveConfig(ConfigPart):
         "`losses`: those of some iterations around each loss and each change of plan; `all`; `off`: none. See "
         "[Timelines](../guides/timelines.md)",
     )
-
-    @model_validator(mode="before")
-    @classmethod
-    def _without_former(cls, block: Any) -> Any:
-        """Configurations with :data:`_FORMER` settings go on working; a warning says what to write instead."""
-        if not isinstance(block, Mapping):
-            return block
-        given = {name for name in _FORMER if block.get(name) is not None}
-        for name in sorted(given):
-            # Without its value: that of a collector may have a credential in it.
-            warnings.warn(f'"{BLOCK}.observe.{name}" {_FORMER[name]}', FutureWarning, stacklevel=2)
-        rest = {name: value for name, value in block.items() if name not in _FORMER}
-        return {"checksums": True, **rest} if "ledger" in given else rest
 
     @field_validator("http")
     @classmethod

@@ -49,8 +49,9 @@ class CheckpointConfig(ConfigPart):
         0, ge=0, description="how many of the newest checkpoints that the job wrote are kept in a folder; 0: all"
     )
     asynchronous: bool = Field(
-        True,
-        description="`save_checkpoint` waits only for a copy to host memory; `false`: for the complete checkpoint",
+        False,
+        description="`save_checkpoint` returns after a copy to host memory, and training goes on while the checkpoint "
+        "is written: older ones must stay until it is complete; `false`: it returns when the checkpoint is complete",
     )
     timeout_s: float = Field(
         600.0, gt=0, description="seconds without any progress in its folder until a save has failed"

@@ -79,7 +79,7 @@ def _taken_for(rank: int) -> Iterator[None]:
     if speaks == (asked == job.channel.rank):
         yield
         return
-    with job.session.acting_for(asked if speaks else _NONE, _no_collective):
+    with job.session.attachment.acting_for(asked if speaks else _NONE, _no_collective):
         yield
 
 
@@ -168,7 +168,7 @@ def _is_last_stage(original: Function, module: ModuleType) -> Function:
     @functools.wraps(original)
     def is_pipeline_last_stage(*args: Any, **kwargs: Any) -> Any:
         job = jobs.job_of_main_thread() if _evaluating else None
-        if job is not None and job.session.script is not None and job.session.script.context != "engine":
+        if job is not None and job.session.attachment.context != "engine":
             return True
         return original(*args, **kwargs)
 

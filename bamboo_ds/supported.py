@@ -146,10 +146,6 @@ def check_module(module: PipelineModule, layout: Layout) -> None:
     Raises:
         UnsupportedError, ConfigError: name the property and what to do.
     """
-    if layout.stages < 2:
-        raise ConfigError(
-            f'"{BLOCK}" needs at least 2 pipeline stages, the model has {layout.stages}: raise num_stages'
-        )
     axes = {axis: module._topo.get_dim(axis) for axis in module._topo.get_axis_names()}
     others = {axis: size for axis, size in axes.items() if axis not in ("pipe", "data", "model") and size > 1}
     if others:

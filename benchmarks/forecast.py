@@ -96,7 +96,7 @@ class Foresighted(BambooJob):
         self, market: Market, pace: Pace, terms: Terms, config: BambooConfig, seed: int, knowledge: Knowledge
     ) -> None:
         self.known, self.fatal = knowledge, list[float]()
-        self.unheld = 0
+        self.lost_roles = 0
         self._deadlines = Deadlines()
         super().__init__(market, pace, terms, config, seed)
         for node, end_s in knowledge.ends_s.items():
@@ -154,7 +154,7 @@ class Foresighted(BambooJob):
 
     def _fatal(self, plan: Any, lost: Sequence[str]) -> Run:
         self.fatal.append(self.env.now)
-        self.unheld += bool(plan.unheld)
+        self.lost_roles += bool(plan.lost_roles)
         self._adapt()
         yield from super()._fatal(plan, lost)
 
@@ -277,7 +277,7 @@ class Done:
 
     samples: float
     fatal: int
-    unheld: int
+    lost_roles: int
     shares: Mapping[str, float]
     plans: float
     copied_gb: float
@@ -347,7 +347,7 @@ class Bench:
         return Done(
             samples=outcome.samples,
             fatal=len(job.fatal),
-            unheld=job.unheld,
+            lost_roles=job.lost_roles,
             shares={category.value: seconds / whole for category, seconds in categories.items() if seconds},
             plans=outcome.plans,
             copied_gb=outcome.copied_gb,

@@ -260,7 +260,7 @@ class Job:
             assert time.monotonic() < end, f"{len(told)} of {len(plan.members)} members know the plan"
             told = {name: at for part in self.ask("told", plan.epoch) for name, at in part.items()}
             time.sleep(0.1)
-        assert not plan.unheld
+        assert not plan.lost_roles
         return min(told.values()) - begin, max(told.values()) - begin
 
     def close(self) -> None:

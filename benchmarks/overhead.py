@@ -56,7 +56,6 @@ class Mode:
 
     name: str
     mode: str
-    placement: str = "idle"
     limit: float | None = None
     coverage: float | None = None
     checkout: Path | None = None
@@ -73,9 +72,8 @@ class Mode:
     def block(self) -> dict[str, Any]:
         """The ``"bamboo"`` block."""
         observe = {} if self.timeline is None else {"observe": {"timeline": self.timeline}}
-        redundancy = {"mode": self.mode, "placement": self.placement}
         synced = {} if self.sync_every == "auto" else {"sync_every": self.sync_every}
-        return {"redundancy": {**redundancy, **synced}, **observe}
+        return {"redundancy": {"mode": self.mode, **synced}, **observe}
 
     def recorded(self, timeline: str) -> Mode:
         """The same with ``observe.timeline``."""
@@ -89,7 +87,6 @@ MODES = (
     Mode("lazy without sums", "lazy-frc-lazy-brc", sync_every=0),
     Mode("eager-frc", "eager-frc-lazy-brc", limit=1.05, coverage=0.85),
     Mode("eager-frc-eager-brc", "eager-frc-eager-brc"),
-    Mode("eager-frc fixed", "eager-frc-lazy-brc", placement="fixed"),
 )
 
 

@@ -89,8 +89,8 @@ class JobSituation:
         gone = [m for m in plan.members if m in lost or m in self.vanished]
         if gone:
             return f"the plan of epoch {plan.epoch} lists {', '.join(gone)}"
-        if plan.learners:
-            return f"{len(plan.learners)} copies are being made"
+        if plan.builders:
+            return f"{len(plan.builders)} copies are being made"
         late = [m for m in plan.members if self.entered.get(m) != plan.epoch]
         if late:
             return f"{', '.join(late)} did not enter epoch {plan.epoch} yet"

@@ -48,7 +48,7 @@ class Choice:
         return record.host if self.slots_per_host is None else f"host{record.slot // self.slots_per_host}"
 
 
-def unheld_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Collection[int]]) -> tuple[Role, ...]:
+def lost_roles_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Collection[int]]) -> tuple[Role, ...]:
     """Roles whose state nobody would have if ``lost`` vanished together under ``plan``.
 
     Args:
@@ -57,7 +57,7 @@ def unheld_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Collecti
         ready: ranks of the complete replicas by member.
     """
     after = takeover(plan, lost, holders_of(plan, ready))
-    return tuple(plan.world.role(rank) for rank in after.unheld)
+    return tuple(plan.world.role(rank) for rank in after.lost_roles)
 
 
 def refusal(situation: JobSituation, at_risk: Collection[str], victims: Collection[str], choice: Choice) -> str | None:
@@ -80,7 +80,7 @@ def refusal(situation: JobSituation, at_risk: Collection[str], victims: Collecti
         return None
     # Between our look and the fault the leader may write its next plan: both must bear the loss.
     for candidate, ready in ((plan, situation.ready), (_wanted(situation, plan), {})):
-        roles = unheld_after(candidate, lost, ready)
+        roles = lost_roles_after(candidate, lost, ready)
         if roles:
             return f"nobody would hold {', '.join(map(str, roles))}"
     return None
@@ -88,9 +88,9 @@ def refusal(situation: JobSituation, at_risk: Collection[str], victims: Collecti
 
 def _wanted(situation: JobSituation, plan: Plan) -> Plan:
     """The plan that the leader makes for next, as soon as all copies for it are there."""
-    homes = dict(zip(plan.members, plan.homes, strict=False))
+    script_ranks = dict(zip(plan.members, plan.script_ranks, strict=False))
     candidates = [
-        Candidate(r.id, r.slot, r.host, r.zone, homes.get(r.id, r.home), leaving=r.state == "leaving")
+        Candidate(r.id, r.slot, r.host, r.zone, script_ranks.get(r.id, r.script_rank), leaving=r.state == "leaving")
         for r in in_slot_order(situation.members.values())
         if r.id in plan.members or r.id in situation.built
     ]

@@ -112,11 +112,11 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
     memory = tuple(state.of(*each) for each in zip_longest(built.parameters, built.frozen, fillvalue=0))
     # Further workers of a member leave as soon as the job runs.
     further = [
-        replace(member, id=f"rank {rank}", home=rank, leaving=True)
+        replace(member, id=f"rank {rank}", script_rank=rank, leaving=True)
         for member in members
         for rank in slots.started_by()[member.slot][1:]
     ]
-    there, redundant = sorted([*members, *further], key=lambda each: each.home), redundancy.mode.replicas
+    there, redundant = sorted([*members, *further], key=lambda each: each.script_rank), redundancy.mode.replicas
     first, apart = initial_plan([each.id for each in there]), options.bamboo.topology.zones_apart
     plan = with_redundancy(first, layout, redundant, there, memory, apart)
     if further:

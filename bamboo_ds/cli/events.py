@@ -63,7 +63,7 @@ def events(follow: bool, job: str | None, logs: str | None, as_json: bool, file:
 
 def _file_of(job: str | None, logs: str | None) -> str:
     """The file of a job that runs here, or of one that has written to the folder of logs."""
-    running = jobs.find(job) if job is not None else jobs.choose(None, "name one that has ended with --job")
+    running = jobs.find_or_only(job)
     if running is not None:
         if running.events is None:
             raise ConfigError(f"job {running.job!r} writes no events on this host: start it with --events FILE")

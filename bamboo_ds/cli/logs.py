@@ -37,7 +37,7 @@ def logs_command(
     Of members on other hosts there is nothing here, unless the folder of --logs is shared.
     """
     slots = {_slot(member) for member in members}
-    running = jobs.find(job) if job is not None else jobs.choose(None, "name one that has ended with --job")
+    running = jobs.find_or_only(job)
     folder = _folder(running, job, logs)
     follows: dict[LogSource, Following] = {}
     coloured = sys.stdout.isatty() if color is None else color

@@ -84,23 +84,10 @@ Exit codes:
 """
 
 
-#: Commands of earlier versions, and what has taken their place.
-_FORMER = {"advise": "bamboo simulate --sweep", "ledger": "bamboo goodput"}
-
-
-class _Commands(Commands):
-    """Tells what has taken the place of a command that is gone."""
-
-    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name in _FORMER:
-            ctx.fail(f"bamboo {cmd_name} is gone: use {_FORMER[cmd_name]}")
-        return super().get_command(ctx, cmd_name)
-
-
 _VERSION = f"bamboo_ds {__version__} (Python {sys.version.split()[0]})"
 
 
-@click.group(cls=_Commands, context_settings={"help_option_names": ["-h", "--help"]})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(message=_VERSION)
 def cli() -> None:
     """Preemption-resilient pipeline-parallel training for DeepSpeed."""

@@ -27,6 +27,8 @@ from ..job_settings import JobSettings, paths_by_name
 from ..launchers import jobs
 from ..launchers.network import LOOPBACK
 from ..launchers.owning import EMBEDDED
+from ..secret import NONE, JobSecret
+from ..store.records import Snapshot
 from ..variables import (
     ENV_ADDRESS,
     ENV_CHECK_EXACT,
@@ -181,13 +183,18 @@ started = together(
 )
 
 
-def read_job(location: jobs.JobLocation) -> Mirror:
-    """The keys of a job; raises :class:`ConfigError` if there is none."""
-    with open_store(location.store, location.job, _TIMEOUT_S) as store:
+def snapshot_of(location: jobs.JobLocation, secret: JobSecret = NONE) -> Snapshot:
+    """What etcd has of a job; raises :class:`ConfigError` if that is nothing."""
+    with open_store(location.store, location.job, _TIMEOUT_S, secret) as store:
         snapshot = store.get_prefix("")
     if not snapshot.entries:
         raise ConfigError(f"no job {location.job!r} is known at {location.store}")
-    return Mirror(snapshot)
+    return snapshot
+
+
+def read_job(location: jobs.JobLocation) -> Mirror:
+    """The keys of a job; raises :class:`ConfigError` if there is none."""
+    return Mirror(snapshot_of(location))
 
 
 _member = together(

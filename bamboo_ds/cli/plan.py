@@ -94,7 +94,7 @@ class PlanReport(_Told):
         epoch: of the plan in force.
         members: members of the next plan.
         lost: members whose loss is taken over first.
-        unheld: (pipeline, stage) of roles whose state nobody has: a fatal loss.
+        lost_roles: (pipeline, stage) of roles whose state nobody has: a fatal loss.
         slowest: time of the slowest member, in the unit that the reasons tell: seconds, or stages of equal cost.
         next_slowest: the same in the next plan.
         iteration_s: what an iteration of the job takes; ``None`` where that is not known.
@@ -111,7 +111,7 @@ class PlanReport(_Told):
     epoch: int
     members: list[str]
     lost: list[str]
-    unheld: list[tuple[int, int]]
+    lost_roles: list[tuple[int, int]]
     slowest: float
     next_slowest: float
     iteration_s: float | None
@@ -131,7 +131,7 @@ class Situation:
     Attributes:
         plan: the plan in force.
         members: registered members, also those that are to be lost.
-        ready: ranks that learners hold completely, by member.
+        ready: ranks that builders hold completely, by member.
         policy: what the job's settings want.
         job: its name; ``None`` for one that does not exist.
         iteration_s: what an iteration takes; 0 where that is not known.
@@ -256,7 +256,7 @@ def plan_report(
         epoch=now.epoch,
         members=list(target.members),
         lost=lost,
-        unheld=[_place(target.world, rank) for rank in current.unheld],
+        lost_roles=[_place(target.world, rank) for rank in current.lost_roles],
         slowest=predicted_s(current, costs),
         next_slowest=after,
         iteration_s=iteration_s,
@@ -317,7 +317,7 @@ def _takeover_reasons(now: Plan, current: Plan, lost: Sequence[str]) -> list[str
         return []
     found = [f"lost: {', '.join(lost)}"]
     for rank, role in enumerate(now.world.roles):
-        if rank in current.unheld:
+        if rank in current.lost_roles:
             found.append(f"role {role}: nobody holds its state any more")
         elif current.owners[rank] != now.owners[rank]:
             how = "its shadow" if now.shadows and now.shadows[rank] == current.owners[rank] else "which has its state"
@@ -405,7 +405,7 @@ def imagined(layout: Layout, members: Sequence[Candidate], sizes: Sequence[int] 
     memory = tuple(StageMemory(own=size, replica=size, copied=size) for size in sizes)
     everybody = list(members)
     for slot in range(len(members), layout.size):
-        everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", home=slot))
+        everybody.append(Candidate(f"m{slot}", slot, f"gone{slot}", script_rank=slot))
     present = everybody[: layout.size]
     policy = policy_of(layout, True, BambooConfig())
     current = with_redundancy(initial_plan([m.id for m in present]), layout, True, present, memory, True)

@@ -8,7 +8,7 @@ import tempfile
 
 import click
 
-from ..control.registry.access import check_secret, open_store
+from ..control.registry.access import check_secret
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
 from ..control.registry.records import WebRecord
@@ -16,9 +16,7 @@ from ..control.web.access import token_of
 from ..errors import ConfigError
 from ..launchers import jobs
 from ..secret import SETTING, find
-from .options import running_job
-
-_TIMEOUT_S = 5.0
+from .options import running_job, snapshot_of
 
 
 @click.command("web")
@@ -36,10 +34,7 @@ def web(job: str | None, store: str | None, token_file: str | None) -> None:
     """
     location = jobs.locate(job, store)
     secret = find(location.job)
-    with open_store(location.store, location.job, _TIMEOUT_S, secret) as connection:
-        snapshot = connection.get_prefix("")
-    if not snapshot.entries:
-        raise ConfigError(f"no job {location.job!r} is known at {location.store}")
+    snapshot = snapshot_of(location, secret)
     check_secret(snapshot.entries.values(), location.job, secret)
     if not secret:
         raise ConfigError(f"job {location.job!r} has no secret, so it serves no page: start it with {SETTING}")

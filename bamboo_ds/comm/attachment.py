@@ -101,7 +101,7 @@ class Founders(NamedTuple):
 class SliceGroup:
     """The slices of a stage among which layers communicate now, see :meth:`Attachment.among_slices`."""
 
-    home: tuple[int, ...]
+    own: tuple[int, ...]
     ranks: tuple[int, ...]
     passing: bool = False
 
@@ -237,7 +237,7 @@ class Attachment:
         return self._during("on_host", True)
 
     def among_slices(
-        self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
+        self, own: Sequence[int], ranks: Sequence[int], passing: bool = False
     ) -> AbstractContextManager[None]:
         """In the body, the layers of another stage may run in this process.
 
@@ -247,9 +247,9 @@ class Attachment:
         own).
 
         Args:
-            home: logical ranks of the slices of the stage that the process began as.
+            own: logical ranks of the slices of the stage that the process began as.
             ranks: those of the stage whose layers run, in the same order.
             passing: they run in a pass. Only the device uses what they get there, so that the host waits for none of
                 it (:meth:`~.groups.Groups.confirm` does in the end).
         """
-        return self._during("slices", SliceGroup(tuple(home), tuple(ranks), passing))
+        return self._during("slices", SliceGroup(tuple(own), tuple(ranks), passing))

@@ -204,7 +204,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         slices = self._attachment.slices
         if self._attachment.founders is not None:
             return f"further/{self.key}", self.ranks
-        if slices is not None and self.ranks in (slices.home, slices.ranks):
+        if slices is not None and self.ranks in (slices.own, slices.ranks):
             return slices.key, slices.ranks
         return self.key, self.ranks
 

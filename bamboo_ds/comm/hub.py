@@ -130,7 +130,7 @@ class Hub:
         """
         with self.changed:
             self.ended = max(self.ended, epoch)
-            connections = [each for several in self._connections.values() for each in several]
+            connections = self._all()
         for connection in [each for each in connections if each.traffic is self]:
             connection.give_up(epoch)
             connection.send(epoch, wire.control(wire.LEFT, over, epoch))
@@ -145,6 +145,9 @@ class Hub:
                 self._left.pop(member, None)
 
     # -- connections -------------------------------------------------------------------------------------
+    def _all(self) -> list[Connection]:
+        return [each for several in self._connections.values() for each in several]
+
     def known(self, member: str) -> Connection | None:
         """The connection to ``member`` that frames go out by, if there is one."""
         several = self._connections.get((self.purpose, member))
@@ -407,7 +410,7 @@ class Hub:
         self._loop.stop()
         self._receiver = None
         self.offers.close()
-        for connection in [each for several in self._connections.values() for each in several]:
+        for connection in self._all():
             connection.end()
             connection.traffic.closed(connection, "this worker ends")
         self._connections.clear()

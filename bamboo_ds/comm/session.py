@@ -7,20 +7,18 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from functools import partial
 
 from ..secret import NONE, JobSecret
 from ..topology import Plan
-from .attachment import Alone, Answer, Attachment, publish
+from .attachment import Attachment, publish
 from .backend import BambooProcessGroup, register, register_handle
 from .bulk.copying import Fetch
 from .bulk.offers import Offers
 from .c10d import dist
 from .calls.naming import NAME
-from .calls.script import ScriptCollectives
 from .epoch import Epoch
 from .hub import Hub
 from .places import Listener
@@ -53,6 +51,7 @@ class Session:
     Attributes:
         member, address, timeout: as above.
         place: where others reach this member, as plans have it.
+        attachment: what process groups see of it: for whom they are called.
     """
 
     def __init__(
@@ -68,8 +67,8 @@ class Session:
         listener: Listener | None = None,
         host: str | None = None,
     ) -> None:
-        self._attachment = Attachment(timeout, self.abort)
-        publish(self._attachment)
+        self.attachment = Attachment(timeout, self.abort)
+        publish(self.attachment)
         self.member, self.address, self.timeout = member, address, timeout
         self._hub = Hub(
             *(member, listener or Listener.open(address), secret, silence_s), host=host or socket.gethostname()
@@ -100,7 +99,7 @@ class Session:
     # -- where it stands ---------------------------------------------------------------------------------
     @property
     def _epoch(self) -> Epoch | None:
-        return self._attachment.epoch
+        return self.attachment.epoch
 
     @property
     def epoch(self) -> int:
@@ -129,7 +128,7 @@ class Session:
     @property
     def current(self) -> Epoch:
         """The attached epoch (of use inside ``comm`` only); raises ``EpochChanged`` if there is none."""
-        return self._attachment.current
+        return self.attachment.current
 
     def check(self) -> None:
         """Raise ``EpochChanged`` if the current epoch is aborted."""
@@ -176,11 +175,11 @@ class Session:
             self._hub.drop(set(previous.plan.members) - set(plan.members))
         epoch = self._new_epoch(plan)
         with self._lock:
-            self._attachment.epoch = epoch
-            self._attachment.detached = False
+            self.attachment.epoch = epoch
+            self.attachment.detached = False
             over = self._ended >= plan.epoch
         if over:
-            epoch.abort(self._attachment.reason)
+            epoch.abort(self.attachment.reason)
         epoch.life.check("attaching")
         epoch.enter()
 
@@ -213,7 +212,7 @@ class Session:
         """
         with self._lock:
             self._ended = max(self._ended, self.epoch if epoch is None else epoch)
-            self._attachment.reason = reason
+            self.attachment.reason = reason
             target = self._epoch
             if target is None or target.number > self._ended:
                 return
@@ -246,7 +245,7 @@ class Session:
         if self._closed or os.getpid() != self._process:
             return
         self._closed = True
-        self._attachment.detached = False
+        self.attachment.detached = False
         if self._epoch is not None:
             self._leave(self._epoch)
         self.released(timedelta(seconds=grace_s))
@@ -265,48 +264,6 @@ class Session:
         return Fetch(self._hub.call, member, place, key, timeout_s)
 
     # -- groups ------------------------------------------------------------------------------------------
-    @property
-    def script(self) -> ScriptCollectives | None:
-        """The script's own collectives, once there is an engine that recovers for them."""
-        return self._attachment.script
-
-    @script.setter
-    def script(self, script: ScriptCollectives) -> None:
-        self._attachment.script = script
-
-    def note_pass(self, passing: bool) -> None:
-        """The main thread begins or ends a pass that has no collectives, see :attr:`Attachment.in_pass`."""
-        self._attachment.passing = passing
-
-    def among_nobody(self, what: Alone) -> AbstractContextManager[None]:
-        """See :meth:`Attachment.among_nobody`."""
-        return self._attachment.among_nobody(what)
-
-    def acting_for(self, rank: int, answer: Answer) -> AbstractContextManager[None]:
-        """See :meth:`Attachment.acting_for`."""
-        return self._attachment.acting_for(rank, answer)
-
-    @property
-    def among_itself(self) -> bool:
-        """Whether the calling thread is in :meth:`among_founders`."""
-        return self._attachment.founders is not None
-
-    def among_founders(
-        self, of_rank: Mapping[int, str], on_use: Callable[[], None] = lambda: None
-    ) -> AbstractContextManager[None]:
-        """See :meth:`Attachment.among_founders`."""
-        return self._attachment.among_founders(of_rank, on_use)
-
-    def through_host(self) -> AbstractContextManager[None]:
-        """See :meth:`Attachment.through_host`."""
-        return self._attachment.through_host()
-
-    def among_slices(
-        self, home: Sequence[int], ranks: Sequence[int], passing: bool = False
-    ) -> AbstractContextManager[None]:
-        """See :meth:`Attachment.among_slices`."""
-        return self._attachment.among_slices(home, ranks, passing)
-
     def confirm(self, operation: str) -> None:
         """Make sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
 
@@ -339,7 +296,7 @@ class Session:
             raise ValueError(f"rank {rank} is not among the group's ranks {list(ranks)}")
         identity = (name, tuple(ranks), rank)
         if identity not in self._logical_groups:  # a role may come back to this member after it has left it
-            handle = BambooProcessGroup(self._attachment, name, tuple(ranks), tuple(ranks).index(rank))
+            handle = BambooProcessGroup(self.attachment, name, tuple(ranks), tuple(ranks).index(rank))
             register_handle(handle, name)
             self._logical_groups[identity] = handle
         return self._logical_groups[identity]
@@ -356,7 +313,7 @@ def init_process_group(session: Session, rank: int, world_size: int) -> None:
     register()
     dist.init_process_group(
         backend=NAME,
-        store=session._attachment.torch_store,
+        store=session.attachment.torch_store,
         rank=rank,
         world_size=world_size,
         timeout=session.timeout,

@@ -11,7 +11,7 @@ import contextlib
 import os
 import resource
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 #: Numeric host and port.
 Endpoint = tuple[str, int]
@@ -61,31 +61,27 @@ def socket_descriptors() -> dict[int, str]:
     return found
 
 
-@contextlib.contextmanager
-def _duplicate(descriptor: int) -> Iterator[socket.socket | None]:
-    """A duplicate of ``descriptor``; ``None`` if it is no longer an open socket."""
-    try:
-        copy = socket.socket(fileno=os.dup(descriptor))
-    except OSError:
-        yield None
-        return
-    with copy:
-        yield copy
+def _tcp(descriptors: Iterable[int]) -> Iterator[socket.socket]:
+    """A duplicate of each of ``descriptors`` that is still an open TCP socket, for one turn of the loop."""
+    for descriptor in descriptors:
+        try:
+            copy = socket.socket(fileno=os.dup(descriptor))
+        except OSError:
+            continue
+        with copy:
+            if copy.family in (socket.AF_INET, socket.AF_INET6):
+                yield copy
 
 
 def new_listener(before: dict[int, str], host: str) -> Endpoint | None:
     """Where the one socket listens that was opened on ``host`` since ``before``; ``None`` if not unique."""
     found = set()
-    for descriptor, identity in socket_descriptors().items():
-        if before.get(descriptor) == identity:
-            continue
-        with _duplicate(descriptor) as copy:
-            if copy is None or copy.family not in (socket.AF_INET, socket.AF_INET6):
-                continue
-            if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
-                name = endpoint(copy.getsockname())
-                if name[0] == host:
-                    found.add(name)
+    new = [number for number, identity in socket_descriptors().items() if before.get(number) != identity]
+    for copy in _tcp(new):
+        if copy.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN):
+            name = endpoint(copy.getsockname())
+            if name[0] == host:
+                found.add(name)
     return found.pop() if len(found) == 1 else None
 
 
@@ -97,30 +93,27 @@ def shut_down(matches: Matcher) -> int:
     """
     count = 0
     connecting: dict[int, tuple[Endpoint, Endpoint]] | None = None
-    for descriptor in socket_descriptors():
-        with _duplicate(descriptor) as copy:
-            if copy is None or copy.family not in (socket.AF_INET, socket.AF_INET6):
+    for copy in _tcp(socket_descriptors()):
+        try:
+            local = endpoint(copy.getsockname())
+            remote = endpoint(copy.getpeername())
+        except OSError:
+            # Listening, closed, or waiting for the peer's host to answer. For the last only the kernel's table
+            # has the peer's name; it is slow to read.
+            if _state(copy) != _SYN_SENT:
                 continue
-            try:
-                local = endpoint(copy.getsockname())
-                remote = endpoint(copy.getpeername())
-            except OSError:
-                # Listening, closed, or waiting for the peer's host to answer. For the last only the kernel's table
-                # has the peer's name; it is slow to read.
-                if _state(copy) != _SYN_SENT:
-                    continue
-                if connecting is None:
-                    connecting = _connecting()
-                names = connecting.get(os.fstat(copy.fileno()).st_ino)
-                if names is None:
-                    continue
-                local, remote = names
-            if matches(local, remote):
-                with contextlib.suppress(OSError):  # the peer or gloo was faster
-                    # Reading only: gloo ends a connection whose end it reads, but forgets an operation whose write
-                    # failed just before that.
-                    copy.shutdown(socket.SHUT_RD)
-                    count += 1
+            if connecting is None:
+                connecting = _connecting()
+            names = connecting.get(os.fstat(copy.fileno()).st_ino)
+            if names is None:
+                continue
+            local, remote = names
+        if matches(local, remote):
+            with contextlib.suppress(OSError):  # the peer or gloo was faster
+                # Reading only: gloo ends a connection whose end it reads, but forgets an operation whose write
+                # failed just before that.
+                copy.shutdown(socket.SHUT_RD)
+                count += 1
     return count
 
 

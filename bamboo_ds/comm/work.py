@@ -186,10 +186,13 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         limit = self._limit if timeout == NO_TIMEOUT else timeout
         with self._life.calling(self._operation):
             done = self._wait_behind(inner, limit) if self._behind else self._wait_polling(inner, limit)
+        self._finish_once()
+        return done
+
+    def _finish_once(self) -> None:
         if self._finish is not None:
             finish, self._finish = self._finish, None
             finish()
-        return done
 
     def _wait_polling(self, inner: Any, timeout: timedelta | None) -> bool:
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
@@ -323,9 +326,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
                 raised = self._life.translate(error, self._operation)
                 settle(lambda: future.set_exception(raised))
                 return
-            if self._finish is not None:
-                finish, self._finish = self._finish, None
-                finish()
+            self._finish_once()
             settle(lambda: future.set_result(value))
 
         inner_future = self._inner.get_future()

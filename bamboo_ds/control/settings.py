@@ -85,7 +85,7 @@ class AgentSettings(MemberOptions):
 
     Attributes:
         slot: number of the slot, unique in the job.
-        home: ``RANK`` of the worker; ``None``: the slot is there from the start, its number is the rank.
+        script_rank: ``RANK`` of the worker; ``None``: the slot is there from the start, its number is the rank.
         feeder: the worker only draws batches. Another agent has started this one, which ends with it.
         device: which of the host's devices, in turn, are the slot's; ``None``: those of its rank.
         world_size: number of ranks.
@@ -97,7 +97,7 @@ class AgentSettings(MemberOptions):
         guest: nobody watches this agent: it is no launcher's and no other agent's child.
         rejoins: how many times it has rejoined, lately.
         generation: the restart (0: the first start) that the worker is part of from the beginning; ``None`` with a
-            ``home``: it joins what is running. Of one that waits: the newest that it takes no part in.
+            ``script_rank``: it joins what is running. Of one that waits: the newest that it takes no part in.
         waiting: there is no worker yet: the job is about to be started again.
         after_epoch: plans up to this one are over.
         restart_from: folder of the checkpoint that the job goes on from.
@@ -115,7 +115,7 @@ class AgentSettings(MemberOptions):
     pipelines: int | None = None
     result_fd: int | None = None
     state_file: str | None = None
-    home: int | None = None
+    script_rank: int | None = None
     device: int | None = None
     feeder: bool = False
     guest: bool = False
@@ -132,12 +132,12 @@ class AgentSettings(MemberOptions):
     @property
     def rank(self) -> int:
         """``RANK`` of the worker."""
-        return self.slot if self.home is None else self.home
+        return self.slot if self.script_rank is None else self.script_rank
 
     @property
     def joins(self) -> bool:
         """Whether the worker joins a running job."""
-        return self.home is not None and self.generation is None
+        return self.script_rank is not None and self.generation is None
 
     @property
     def agent_command(self) -> list[str]:

@@ -102,8 +102,8 @@ class Parts(InContext):
     def stand(self) -> Stand | None:
         """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
         an operation nor a collective."""
-        call, begun, progress = self.progress.call, self.collectives.first_begun(), self.progress
-        if progress.behind or (call is None and begun is None):
+        call, begun, progress = self.progress.operation.call, self.collectives.first_begun(), self.progress
+        if progress.script.behind or (call is None and begun is None):
             return None
         rank, done = self.job.channel.rank, self.collectives.completed()
         if call is not None:
@@ -115,7 +115,7 @@ class Parts(InContext):
         """The script has ended."""
         self.script.leave()  # nothing is computed with what the script has changed after its last call
         with self.script.inside():
-            if not self.progress.joining:
+            if not self.progress.script.joining:
                 self.takeover.run(self.end)
                 self.visits.tell_absent()
             self.copies.close()
@@ -163,7 +163,7 @@ def parts_of(engine: PipelineEngine, job: Job, settings: BambooConfig, layout: L
     tied, measures = tied_stages(ds.module), Measures.of(context)
     parts = Parts(context, supply, saves, builder, snapshots, tied, measures, flags)
     ds.monitor = Monitors(
-        ds.monitor, ds.global_rank, session, lambda: not context.progress.joining and context.epoch.leads
+        ds.monitor, ds.global_rank, session, lambda: not context.progress.script.joining and context.epoch.leads
     )
     return parts
 

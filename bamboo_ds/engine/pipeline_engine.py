@@ -80,9 +80,10 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         if kwargs.get("optimizer") is None:
             check_named_optimizer(config, copied)
         check_hooks(module)
-        with job.session.among_nobody(INSTALLER):
+        with job.session.attachment.among_nobody(INSTALLER):
             built(module, module.stage_id)
-        with job.session.through_host():  # the epoch ends when all engines are built, and its communicators with it
+        # The epoch ends when all engines are built, and its communicators with it.
+        with job.session.attachment.through_host():
             super().__init__(*args, **kwargs)
         if self.has_moe_layers:
             raise ConfigError('mixture-of-experts layers are not supported together with "bamboo" yet')
@@ -96,7 +97,7 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         job.has_engine = True
         with job.channel.activity.at_work():
             start(parts, exact)
-        job.session.script, job.session.stand = parts.collectives, parts.stand
+        job.session.attachment.script, job.session.stand = parts.collectives, parts.stand
         parts.script.leave()
 
     @contextmanager
@@ -138,11 +139,11 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
     ) -> bool:
         """As DeepSpeed's. The folder of the checkpoint appears when it is complete, never before.
 
-        It returns after a copy to host memory (``bamboo.checkpoint.asynchronous``); a failure to write is an event. The
-        script may delete older checkpoints then: the newest comes back if this one does not get complete.
+        It returns when the checkpoint is complete, or could not be written, which is an event, too. With
+        ``bamboo.checkpoint.asynchronous`` it returns after a copy to host memory.
 
         Returns:
-            Whether the checkpoint is being written, or complete if it was waited for.
+            Whether the checkpoint is complete, or is being written.
 
         Raises:
             CheckpointError: ``tag`` cannot name a checkpoint inside ``save_dir``.
@@ -239,7 +240,6 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         stock.OptimizerStep: _by(lambda iteration: iteration.steps.step_owned),
         schedule.UseRole: _by(lambda iteration: iteration.passes.use_role),
         schedule.FillBubble: _by(lambda iteration: iteration.redundant.fill_bubble),
-        schedule.RedundantForward: _by(lambda iteration: iteration.redundant.run_next),
         schedule.ResendActivation: _by(lambda iteration: iteration.boundaries.resend_activation),
         schedule.ResendGrad: _by(lambda iteration: iteration.boundaries.resend_grad),
         schedule.SendChanges: _by(lambda iteration: iteration.division.send_changes),

@@ -168,3 +168,8 @@ def choose(name: str | None, otherwise: str = "") -> JobFile:
             raise ConfigError(f"no job {name!r} runs here")
         raise ConfigError("no job runs here" + (f"; {otherwise}" if otherwise else ""))
     raise ConfigError(f"several jobs run here, name one with --job: {', '.join(job.job for job in jobs)}")
+
+
+def find_or_only(name: str | None) -> JobFile | None:
+    """The running job ``name``, if any; without a name the only one that runs, and :class:`ConfigError` otherwise."""
+    return find(name) if name is not None else choose(None, "name one that has ended with --job")

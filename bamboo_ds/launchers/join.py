@@ -165,9 +165,9 @@ class Arrival:
             _check_numbers(options, self._start, plan, job)
         self.settings = job.settings.of_member(options.settings)
         restarts = self.settings.values.recovery.max_restarts > 0
-        if plan.unheld and not restarts:
+        if plan.lost_roles and not restarts:
             raise JobOver(f"job {options.job!r} has ended by a fatal loss: there is nothing to join", finished=False)
-        if plan.layout is not None or plan.unheld:
+        if plan.layout is not None or plan.lost_roles:
             return find_vacancy(self._store, mirror, plan)
         if not self._desertion.look(mirror, self.settings.values.membership.lease_ttl_s) or not restarts:
             return None

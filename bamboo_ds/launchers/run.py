@@ -76,7 +76,7 @@ class Launcher(JobOwner):
             agent = in_slot(
                 replace(options, host=local.host_of(slot) or options.host),
                 slot=slot,
-                home=None if ranks[0] == slot else ranks[0],
+                script_rank=None if ranks[0] == slot else ranks[0],
                 device=None if local.ranks is None else slot,
                 extra={rank: next(further) for rank in ranks[1:]},
                 world_size=local.world_size,

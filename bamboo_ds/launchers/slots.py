@@ -219,13 +219,19 @@ class Slots:
     def _serve(self) -> None:
         """Until all agents are gone."""
         while self._agents:
-            self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._kill_at = None
+            if self._attend_until_kill():
                 if self._stopping:
                     self._signal_agents(signal.SIGKILL)  # the kernel ends their workers with them
                 else:
                     self._stop()
+
+    def _attend_until_kill(self) -> bool:
+        """Handle what happens next; whether the time has come to kill what was told to end, which is said once."""
+        self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
+        if self._kill_at is None or time.monotonic() < self._kill_at:
+            return False
+        self._kill_at = None
+        return True
 
     def _attend(self, timeout_s: float | None) -> None:
         """Handle what happens within ``timeout_s`` seconds, if anything."""
@@ -295,7 +301,10 @@ class Slots:
         if not self._stopping:
             self._stopping = True
             self._kill_at = time.monotonic() + self._options.grace_s + AGENT_GRACE_S
-            self._signal_agents(signal.SIGTERM)
+            self._terminate()
+
+    def _terminate(self) -> None:
+        self._signal_agents(signal.SIGTERM)
 
     def _signal_agents(self, signum: int) -> None:
         for agent in self._agents.values():

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import tempfile
-import time
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from ..processes import die_with_parent, process_space, started
 from ..secret import ENV_SECRET_FILE, NONE, given
 from ..variables import ENV_CHECK_EXACT, ENV_CONFIG, ENV_EVENTS, ENV_JOB, ENV_LAUNCH, ENV_LOGS, ENV_STORE, ENV_TEE
 from .owning import JobOwner
-from .slots import AGENT_GRACE_S
 
 logger = logging.getLogger("bamboo_ds.launchers")
 
@@ -91,9 +89,7 @@ class Wrapper(JobOwner):
         """Until the launcher has ended, and then the members."""
         command = self._options.command[0]
         while self._launcher is not None and (status := self._launcher.poll()) is None:
-            self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
-            if self._kill_at is not None and time.monotonic() >= self._kill_at:
-                self._kill_at = None
+            if self._attend_until_kill():
                 self._signal_launcher(signal.SIGKILL)
         self._status = None if self._launcher is None else status
         if self._status and not self._stopping:
@@ -114,11 +110,8 @@ class Wrapper(JobOwner):
 
     # -- the end ------------------------------------------------------------------------------------
 
-    def _stop(self) -> None:
-        if not self._stopping:
-            self._stopping = True
-            self._kill_at = time.monotonic() + self._options.grace_s + AGENT_GRACE_S
-            self._signal_launcher(signal.SIGTERM)
+    def _terminate(self) -> None:
+        self._signal_launcher(signal.SIGTERM)
 
     def _signal_launcher(self, signum: int) -> None:
         """Signal the launcher and what it has started in its session, which rank supervisors here are not in."""

@@ -331,9 +331,7 @@ class ExactMismatch(EventBase):
     step: int = Field(ge=0, description="steps committed when the difference was found")
     global_step: int | None = GLOBAL_STEP
     role: Role = Field(description="the role, [pipeline, stage]")
-    found: Literal["rehearsal", "replica"] = Field(
-        description="what was compared: a rehearsed iteration, or the replica after a step"
-    )
+    found: Literal["rehearsal", "replica"] = Field(description="a rehearsed iteration, or the replica after a step")
     tensors: list[str] = Field(description="what differs, as it is computed, and by how much")
 
 
@@ -358,6 +356,7 @@ class CheckpointSaved(EventBase):
     path: str = Field(description="its folder, or its URL in a store of objects")
     seconds: float = Field(ge=0, description="from the end of the copy to host memory to the complete checkpoint")
     bytes: int = Field(ge=0, description="size of all of its files")
+    waited: bool = Field(default=False, description="whether training has waited until it was complete")
     own: bool = OF_THE_JOB
 
 

@@ -45,7 +45,7 @@ class Grid:
     lent: Mapping[int, tuple[int, int]] = field(default_factory=dict)
     copies: tuple[tuple[int, str], ...] = ()
     blocks: tuple[int, ...] = ()
-    unheld: frozenset[int] = frozenset()
+    lost_roles: frozenset[int] = frozenset()
     alone: bool = True
 
     @classmethod
@@ -72,9 +72,9 @@ class Grid:
             pipelines=layout.pipelines if layout else None,
             slices=layout.slices if layout else 1,
             lent={each.rank: plan.lent_blocks(each) for each in plan.lent} if layout else {},
-            copies=plan.learners,
+            copies=plan.builders,
             blocks=tuple(map(layout.blocks_of, range(layout.stages))) if layout else (),
-            unheld=frozenset(plan.unheld),
+            lost_roles=frozenset(plan.lost_roles),
             alone=layout.sharded if layout else True,
         )
 
@@ -128,7 +128,7 @@ class Grid:
             pipeline, stage = self.role(rank)
             shadow = self.shadows[rank] if self.shadows else None
             state: RoleState = "shadowed" if shadow else "copying" if rank in copying else "unshadowed"
-            if rank in self.unheld or owner not in alive:
+            if rank in self.lost_roles or owner not in alive:
                 state = "lost"
             found.append(
                 RoleView(
@@ -184,7 +184,7 @@ class Grid:
         alive = set(self.members)
         twins: dict[tuple[int, int], list[str]] = {}  # owners of a stage and slice, those with least to do first
         for rank, owner in enumerate(self.owners):
-            if rank not in self.unheld and owner in alive:
+            if rank not in self.lost_roles and owner in alive:
                 pipeline, stage = self.role(rank)
                 twins.setdefault((stage, pipeline % self.slices), []).append(owner)
         for key, owners in twins.items():

@@ -144,9 +144,8 @@ class LiveJob:
         that they hardly ever go back.
         """
         accountant = self.model.accountant
-        until = accountant.last_step
-        categories = {} if until is None else accountant.snapshot(until).categories
-        return {each.value: categories.get(each, 0.0) for each in Category if each is not Category.PRODUCTIVE}
+        categories = accountant.snapshot(accountant.last_step).categories
+        return {each.value: seconds for each, seconds in categories.items() if each is not Category.PRODUCTIVE}
 
     def _state(self, grid: Grid, step: int | None) -> JobState:
         now = self.model
@@ -203,7 +202,7 @@ class LiveJob:
                 "name": now.name(each.id),
                 "host": each.host or told.host,
                 "leader": overview is not None and each.id == overview.leader,
-                "home": told.home if each.home is None else each.home,
+                "script_rank": told.script_rank if each.script_rank is None else each.script_rank,
                 "notice": told.notice,
                 "joined": told.joined,
                 "load": duties.load,

@@ -43,12 +43,12 @@ class ToldMember:
     """What events tell of a member.
 
     Attributes:
-        home: rank that its script runs as.
+        script_rank: rank that its script runs as.
         gone: how it went; ``None`` while it is there.
     """
 
     host: str | None = None
-    home: int | None = None
+    script_rank: int | None = None
     joined: float | None = None
     notice: str | None = None
     gone: str | None = None
@@ -226,7 +226,7 @@ class JobModel:
         known = self.members.get(event.member_id, ToldMember())
         how = event.model_dump(include={"reason", "detail", "detection_seconds"})
         name = self.name(event.member_id)
-        lost = LostMember(id=event.member_id, name=name, host=known.host, home=known.home, **how)
+        lost = LostMember(id=event.member_id, name=name, host=known.host, script_rank=known.script_rank, **how)
         begins = self.losses.lose(event, lost, len(self.grid.members))
         self._depart(event.member_id, f"lost ({event.reason} {event.detail})")
         return Learned(loss=begins)

@@ -20,7 +20,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -82,8 +82,7 @@ PASSES = frozenset({Kind.FORWARD, Kind.BACKWARD})
 REDUNDANT = frozenset({Kind.REDUNDANT_FORWARD, Kind.REDUNDANT_BACKWARD})
 
 
-@dataclass(frozen=True)
-class Span:
+class Span(NamedTuple):
     """Something that a main thread did; times in seconds on the host's monotonic clock.
 
     Attributes:

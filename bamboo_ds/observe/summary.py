@@ -52,13 +52,15 @@ def failure_of(job: JobModel) -> Failure | None:
         why = "" if failed.error is None else f": {failed.error}"
         who = _who(failed.member_id, failed.rank, failed.host)
         return Failure(f"{who} {how(failed.reason, failed.detail)}{why}", failed.log)
-    if code != EXIT_FATAL_LOSS or job.fatal_loss is None:
+    if code != EXIT_FATAL_LOSS:
         return None
+    if job.fatal_loss is None:
+        return Failure("all members are gone, and none is left to take over", None)
     lost = {each.id: each for loss in job.losses.views for each in loss.members}
     first = next((lost[member] for member in job.fatal_loss.members if member in lost), None)
     if first is None:
         return None
-    return Failure(f"{_who(first.id, first.home, first.host)} {how(first.reason, first.detail)}", None)
+    return Failure(f"{_who(first.id, first.script_rank, first.host)} {how(first.reason, first.detail)}", None)
 
 
 def ending(job: JobModel) -> list[str]:

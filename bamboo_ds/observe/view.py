@@ -89,7 +89,7 @@ class MemberView(_Part):
         True, description="registered in etcd, or, where etcd is not asked, a member of the newest plan"
     )
     leader: bool = False
-    home: int | None = Field(None, description="rank that its script runs as")
+    script_rank: int | None = Field(None, description="rank that its script runs as")
     doing: str | None = Field(None, description="what its worker does that takes long outside of training")
     notice: str | None = Field(None, description="newest notice that it has got")
     joined: float | None = None
@@ -133,7 +133,7 @@ class LostMember(_Part):
     id: str
     name: str
     host: str | None
-    home: int | None = Field(None, description="rank that its script ran as")
+    script_rank: int | None = Field(None, description="rank that its script ran as")
     reason: str
     detail: str
     detection_seconds: float | None

@@ -7,7 +7,6 @@ from .instructions import (
     RecvChanges,
     RecvPart,
     RecvReplica,
-    RedundantForward,
     ResendActivation,
     ResendGrad,
     SendChanges,
@@ -21,7 +20,6 @@ from .orders import compute_order
 from .program import Program, commit_program, epilogue, member_program
 from .progress import (
     Decision,
-    Held,
     Hosts,
     MemberProgress,
     PartProgress,
@@ -33,7 +31,6 @@ from .progress import (
     hosts,
     not_begun,
 )
-from .redundant import Placement
 from .rehearsal import rehearsal_passes, rehearsal_sends
 from .settling import settle, ways
 from .spans import Kind, Work, one_f_one_b

@@ -59,10 +59,6 @@ class FillBubble(PipeInstruction):
         super().__init__(awaits=awaits, buffer_id=buffer_id, role=role)
 
 
-class RedundantForward(PipeInstruction):
-    """Run one redundant forward pass, if any is left to run, whatever is awaited (placement ``fixed``)."""
-
-
 class ResendActivation(BufferOpInstruction):
     """Send the retained output of micro-batch ``buffer_id`` of the current role to the next stage again."""
 

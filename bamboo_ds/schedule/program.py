@@ -41,7 +41,7 @@ from .instructions import (
 )
 from .orders import member_order
 from .progress import Finished, Hosts, RoleProgress, beginning, beside, finished, hosts
-from .redundant import Placement, pass_step
+from .redundant import pass_step
 from .spans import Kind
 from .syncing import syncs
 
@@ -53,7 +53,7 @@ def member_program(
     member: str,
     micro_batches: int,
     progress: Mapping[Role, RoleProgress] | None = None,
-    placement: Placement = "idle",
+    bubbles: bool = True,
     sync_every: int = 0,
 ) -> Program:
     """The program of ``member`` that finishes the current iteration from ``progress``, and steps.
@@ -77,7 +77,7 @@ def member_program(
         member: the member, which must be in the plan.
         micro_batches: micro-batches per pipeline and iteration.
         progress: progress of every role in this iteration; ``None``: no role has begun.
-        placement: where redundant forwards go, see :data:`~.redundant.Placement`.
+        bubbles: a :class:`FillBubble` is before each receive that may wait.
         sync_every: after so many micro-batches sums of gradients are sent to whom could take over; 0: never. Members
             may differ in it.
 
@@ -85,17 +85,17 @@ def member_program(
         The program, which is cached: treat the instructions as immutable.
 
     Raises:
-        ProtocolError: the plan does not list ``member``, has unheld roles, or does not fit ``progress``.
+        ProtocolError: the plan does not list ``member``, has lost roles, or does not fit ``progress``.
         ValueError: the plan has no layout yet.
     """
     _check_member(plan, member)
     if progress is None:
         progress = beginning(plan)
     done = finished(plan.world, micro_batches, progress)
-    return _member_program(plan, member, micro_batches, done, hosts(plan, progress), placement, sync_every)
+    return _member_program(plan, member, micro_batches, done, hosts(plan, progress), bubbles, sync_every)
 
 
-def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Collection[Role] = ()) -> Program:
+def epilogue(plan: Plan, member: str, bubbles: bool = True, divided: Collection[Role] = ()) -> Program:
     """The part of a program from the end of the passes to the end of the iteration.
 
     Reductions block, so members that share several must meet them in one order: first those within pipelines, by
@@ -105,7 +105,7 @@ def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Co
     Args:
         plan: the current plan.
         member: the member.
-        placement: where redundant forwards go.
+        bubbles: as in :func:`member_program`.
         divided: roles whose shadows compute a part of them in this iteration.
     """
     program: list[PipeInstruction] = []
@@ -117,12 +117,12 @@ def epilogue(plan: Plan, member: str, placement: Placement = "idle", divided: Co
         program += [UseRole(role), ReduceTiedGrads()]
     for role in plan.owned_by(member):
         program += [UseRole(role), ReduceGrads()]
-    copied = {plan.world.role(rank) for rank, _ in plan.learners}
+    copied = {plan.world.role(rank) for rank, _ in plan.builders}
     for role in plan.owned_by(member):
         if plan.shadow(role) is not None or role in copied:
             program += [UseRole(role), SendReplica()]
     for role in _followed(plan, member):
-        if placement == "idle":
+        if bubbles:
             program.append(FillBubble("replica", role=role))
         program.append(RecvReplica(role))
     return (*program, *commit_program(plan, member))
@@ -140,7 +140,7 @@ def commit_program(plan: Plan, member: str) -> Program:
 
 def _followed(plan: Plan, member: str) -> tuple[Role, ...]:
     """Roles whose reduced gradients ``member`` receives: those that it shadows or makes a copy of, in rank order."""
-    return tuple(sorted((*plan.shadowed_by(member), *plan.learned_by(member)), key=plan.world.rank))
+    return tuple(sorted((*plan.shadowed_by(member), *plan.built_by(member)), key=plan.world.rank))
 
 
 @lru_cache(maxsize=64)
@@ -150,7 +150,7 @@ def _member_program(
     micro_batches: int,
     done: Finished,
     members: Hosts,
-    placement: Placement,
+    bubbles: bool,
     sync_every: int,
 ) -> Program:
     """:func:`member_program` with the progress as a hashable value.
@@ -204,18 +204,18 @@ def _member_program(
             m,
             first=before is None,
             last=after is None,
-            placement=placement,
+            bubbles=bubbles,
             send=m >= needed(*place, kind),
             local=kept or (source is not None and members[source[0]][source[1]] == member),
         )
         if kind == "B" and sync_every and (m + 1) % sync_every == 0 and m + 1 < micro_batches and syncs(plan, role):
             program.append(SendSums(m))
 
-    return (*program, *epilogue(plan, member, placement, divided))
+    return (*program, *epilogue(plan, member, bubbles, divided))
 
 
 def _check_member(plan: Plan, member: str) -> None:
     if member not in plan.members:
         raise ProtocolError(f"the plan of epoch {plan.epoch} does not list member {member}: it has no program")
-    if plan.unheld:
-        raise ProtocolError(f"the plan of epoch {plan.epoch} has unheld ranks {plan.unheld}: nothing can go on")
+    if plan.lost_roles:
+        raise ProtocolError(f"the plan of epoch {plan.epoch} has lost roles {plan.lost_roles}: nothing can go on")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Literal
 
@@ -15,23 +16,33 @@ from ..topology import Layout, Lent, Plan, Role, Side, part_hosts
 
 @dataclass(frozen=True)
 class PartProgress:
-    """Passes of a part of a stage that are finished, in the current iteration.
+    """What the member that computes a part of a stage has of it, in the current iteration. Members send it as it is.
 
     Attributes:
-        begin: its first block. It ends where the next part begins.
-        forwards: forward passes finished: micro-batches ``0 .. forwards - 1``.
-        backwards: backward passes whose gradients are in the sums of the member that computes the part.
-        since: the first micro-batch of which that member holds what its passes have given to the parts beside. Before
+        begin: its first block.
+        end: the first block behind it.
+        forwards: forward passes finished: micro-batches ``0 .. forwards - 1``. Of a role that was just taken over these
+            are the redundant ones.
+        backwards: backward passes whose gradients are in the member's sums.
+        since: the first micro-batch of which the member holds what its passes have given to the parts beside. Before
             it is what the sums contain that have come from a lost member.
+        given: gradients of the part's outputs that are here, used or received and kept: of micro-batches
+            ``0 .. given - 1``.
+        sums: numbers of micro-batches whose sums of gradients are here: the part can go on from each of them.
+        broken: a pass was interrupted that had changed something: what is finished cannot be gone on from.
 
     Raises:
         ProtocolError: not ``0 <= since <= backwards <= forwards``.
     """
 
     begin: int = 0
+    end: int = 1
     forwards: int = 0
     backwards: int = 0
     since: int = 0
+    given: int = 0
+    sums: tuple[int, ...] = ()
+    broken: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.since <= self.backwards <= self.forwards:
@@ -39,21 +50,22 @@ class PartProgress:
                 f"impossible progress: {self.forwards} forwards, {self.backwards} backwards, held from {self.since} on"
             )
 
+    @property
+    def blocks(self) -> tuple[int, int]:
+        """The first one, and the one behind the last."""
+        return self.begin, self.end
 
-@dataclass(frozen=True)
-class Held:
-    """What the member that computes a part holds besides the passes that are finished.
-
-    Attributes:
-        given: gradients of the part's outputs that are here: used, or received and kept: of micro-batches
-            ``0 .. given - 1``.
-        sums: numbers of micro-batches whose sums of gradients are here: the part can go on from each of them.
-        broken: a pass was interrupted that had changed something: what is finished cannot be gone on from.
-    """
-
-    given: int = 0
-    sums: tuple[int, ...] = ()
-    broken: bool = False
+    def passes(
+        self, forwards: int | None = None, backwards: int | None = None, since: int | None = None
+    ) -> PartProgress:
+        """The passes alone, without what is held besides; other numbers of them where these are given."""
+        return PartProgress(
+            self.begin,
+            self.end,
+            self.forwards if forwards is None else forwards,
+            self.backwards if backwards is None else backwards,
+            self.since if since is None else since,
+        )
 
 
 @dataclass(frozen=True)
@@ -61,54 +73,19 @@ class RoleProgress:
     """What the (new) owner of a role holds of the current iteration; with its shadow, where that computes a part.
 
     Attributes:
-        forwards: forward passes finished: micro-batches ``0 .. forwards - 1``. For a role that was just taken
-            over these are the redundant ones. Of a role that is divided, those of its front part.
-        backwards: backward passes whose gradients are in the sum, of the front part as well; 0 for a role just taken
-            over.
+        parts: the whole role; or its front and its rear, where it is divided in this iteration.
         reduced: the role's reduced gradients are held, by its owner or because its shadow had received them.
             The role needs nothing more from its pipeline and counts as finished, whatever the counters say.
         state_only: the role was taken over: of the passes beyond those counted there are neither boundary tensors nor
             sums, also if it is reduced. See :func:`~.settling.settle`.
-        since: see :class:`PartProgress`; of the front part, as the counters are.
-        held: of each part, what its member holds besides; empty: nothing.
-        rear: passes of the rear part of a role that is divided in this iteration.
         lent: the part that the role's shadow computes. A divided role none of whose parts is lent was taken over in
             this iteration.
-
-    Raises:
-        ProtocolError: not ``0 <= backwards <= forwards``.
     """
 
-    forwards: int = 0
-    backwards: int = 0
+    parts: tuple[PartProgress, ...] = (PartProgress(),)
     reduced: bool = False
     state_only: bool = False
-    rear: PartProgress | None = None
     lent: Side | None = None
-    since: int = 0
-    held: tuple[Held, ...] = ()
-
-    def __post_init__(self) -> None:
-        PartProgress(0, self.forwards, self.backwards, self.since)
-
-    @cached_property
-    def parts(self) -> tuple[PartProgress, ...]:
-        """Of the whole role, or of its front and its rear."""
-        front = PartProgress(0, self.forwards, self.backwards, self.since)
-        return (front,) if self.rear is None else (front, self.rear)
-
-    def at(self, parts: Sequence[PartProgress], reduced: bool) -> RoleProgress:
-        """The same role, whose parts have come as far as ``parts``, and hold nothing besides."""
-        front, *rear = parts
-        return replace(
-            self,
-            forwards=front.forwards,
-            backwards=front.backwards,
-            since=front.since,
-            rear=rear[0] if rear else None,
-            reduced=reduced,
-            held=(),
-        )
 
     @property
     def begun(self) -> bool:
@@ -116,23 +93,23 @@ class RoleProgress:
         return self.reduced or self.state_only or any(part.forwards for part in self.parts)
 
     def afresh(self) -> RoleProgress:
-        """That of the role, divided alike, in an iteration that nobody has begun."""
-        rear = None if self.rear is None else PartProgress(self.rear.begin)
-        return RoleProgress(rear=rear, lent=self.lent)
+        """That of the role, divided alike, in an iteration that no member has begun."""
+        return RoleProgress(tuple(PartProgress(*part.blocks) for part in self.parts), lent=self.lent)
 
 
-def not_begun(lent: Lent | None) -> RoleProgress:
-    """The progress of a role of which nothing is done, and of which ``lent`` is lent."""
-    return _NOTHING if lent is None else RoleProgress(rear=PartProgress(lent.cut), lent=lent.side)
-
-
-_NOTHING = RoleProgress()
+def not_begun(blocks: int, lent: Lent | None) -> RoleProgress:
+    """The progress of a role of so many ``blocks`` of which nothing is done, and of which ``lent`` is lent."""
+    bounds = (0, blocks) if lent is None else (0, lent.cut, blocks)
+    parts = tuple(PartProgress(*each) for each in pairwise(bounds))
+    return RoleProgress(parts, lent=None if lent is None else lent.side)
 
 
 @lru_cache(maxsize=8)
 def beginning(plan: Plan) -> Mapping[Role, RoleProgress]:
     """The progress of all roles in an iteration of ``plan`` that no member has begun. Cached and read-only."""
-    return MappingProxyType({role: not_begun(plan.lending(role)) for role in plan.world.roles})
+    world = plan.world
+    found = {role: not_begun(world.blocks_of(role.stage), plan.lending(role)) for role in world.roles}
+    return MappingProxyType(found)
 
 
 #: Finished passes of the parts of every role, by rank. Hashable form of a progress mapping.
@@ -158,10 +135,8 @@ def finished(layout: Layout, micro_batches: int, progress: Mapping[Role, RolePro
         if progress[role].reduced:
             # Of one that was taken over with nothing else there is nothing that others could have.
             bare = micro_batches if progress[role].state_only else 0
-            parts = tuple(
-                PartProgress(part.begin, micro_batches, micro_batches, max(bare, part.since)) for part in parts
-            )
-        counters.append(parts)
+            parts = tuple(part.passes(micro_batches, micro_batches, max(bare, part.since)) for part in parts)
+        counters.append(tuple(part.passes() for part in parts))
     for first in range(0, layout.size, layout.slices) if layout.slices > 1 else ():
         together = counters[first : first + layout.slices]
         if len({tuple((part.forwards, part.backwards) for part in parts) for parts in together}) > 1:

@@ -18,8 +18,6 @@ since a takeover needs all of them until the commit.
 
 from __future__ import annotations
 
-from typing import Literal
-
 from deepspeed.runtime.pipe.schedule import (
     BackwardPass,
     ForwardPass,
@@ -31,16 +29,12 @@ from deepspeed.runtime.pipe.schedule import (
     SendGrad,
 )
 
-from .instructions import FillBubble, RedundantForward
+from .instructions import FillBubble
 from .spans import Kind
-
-#: Where redundant forwards go: ``idle``, a :class:`FillBubble` before every receive, which runs them in measured idle
-#: time; ``fixed``, a :class:`RedundantForward` before every ``RecvGrad``, which lengthens the iteration; ``none``.
-Placement = Literal["idle", "fixed", "none"]
 
 
 def pass_step(
-    kind: Kind, m: int, *, first: bool, last: bool, placement: Placement, send: bool = True, local: bool = False
+    kind: Kind, m: int, *, first: bool, last: bool, bubbles: bool, send: bool = True, local: bool = False
 ) -> list[PipeInstruction]:
     """Instructions around a pass of micro-batch ``m``.
 
@@ -49,17 +43,15 @@ def pass_step(
         m: the micro-batch.
         first: the role is a first stage.
         last: the role is a last stage.
-        placement: where redundant forwards go.
+        bubbles: the member has something to do while it waits for the input.
         send: the stage that the result goes to, the next or of a backward pass the previous one, still needs it.
         local: the input is here by now, of another stage on the same member or kept from before a loss: no bubble.
     """
     forward = kind == "F"
     step: list[PipeInstruction] = []
     if not (first if forward else last):
-        if placement == "idle" and not local:
+        if bubbles and not local:
             step.append(FillBubble("activation" if forward else "grad", buffer_id=m))
-        elif placement == "fixed" and not forward:
-            step.append(RedundantForward())
         step.append(RecvActivation(m) if forward else RecvGrad(m))
     if forward and (first or last):
         step.append(LoadMicroBatch(m))

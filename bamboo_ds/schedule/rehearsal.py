@@ -36,5 +36,5 @@ def rehearsal_passes(layout: Layout, role: Role, micro_batches: int, forwards: i
     program: list[PipeInstruction] = [UseRole(role)]
     for kind, m in one_f_one_b(micro_batches, layout.stages, role.stage):
         if m >= (forwards if kind == "F" else backwards):
-            program += pass_step(kind, m, first=first, last=last, placement="none", send=False)
+            program += pass_step(kind, m, first=first, last=last, bubbles=False, send=False)
     return tuple(program)

@@ -14,9 +14,10 @@ received gradient 3, stage 2 would go on from its sums of 2, and send gradients 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from dataclasses import replace
 
 from ..topology import Layout, Role
-from .progress import Held, PartProgress, RoleProgress, beside
+from .progress import PartProgress, RoleProgress, beside
 
 
 def settle(
@@ -89,21 +90,20 @@ def settle(
     return {role: mine.settled() for role, mine in roles.items()}
 
 
-def ways(done: PartProgress, held: Held) -> list[PartProgress]:
+def ways(done: PartProgress) -> list[PartProgress]:
     """From where a part can go on, the most finished passes first; the last is the beginning of the iteration.
 
     As it is, unless a pass is broken. From any sums that its member holds: of newer ones than its own, forward passes
     that it has finished beyond them stay finished.
     """
-    found = {PartProgress(done.begin)}
-    if not held.broken:
-        found.add(done)
-    for count in held.sums:
+    found = {done.passes(0, 0, 0)}
+    if not done.broken:
+        found.add(done.passes())
+    for count in done.sums:
         if count <= done.backwards:  # of its own: what it has given to others before is here
-            found.add(PartProgress(done.begin, count, count, min(done.since, count)))
+            found.add(done.passes(count, count, min(done.since, count)))
         else:
-            forwards = count if held.broken else max(done.forwards, count)
-            found.add(PartProgress(done.begin, forwards, count, count))
+            found.add(done.passes(count if done.broken else max(done.forwards, count), count, count))
     return sorted(found, key=lambda each: (each.backwards, each.forwards, -each.since), reverse=True)
 
 
@@ -118,23 +118,20 @@ class _Settling:
     def __init__(self, done: RoleProgress, micro_batches: int) -> None:
         self._done, self._all = done, micro_batches
         self.reduced, self.parts = done.reduced, done.parts
-        held = done.held or (Held(),) * len(done.parts)
-        self._held = held
-        self._ways = [ways(part, each) for part, each in zip(done.parts, held, strict=True)]
+        self._ways = [ways(part) for part in done.parts]
 
     def now(self, index: int) -> PartProgress:
         """What part ``index`` goes on from."""
         way = self._ways[index][0]
         if not self.reduced:
             return way
-        bare = self._all if self._done.state_only else way.since
-        return PartProgress(way.begin, self._all, self._all, bare)
+        return way.passes(self._all, self._all, self._all if self._done.state_only else way.since)
 
     def given(self, index: int) -> int:
         """Of how many micro-batches part ``index`` has the gradients of its outputs, or does not need them any more."""
         now = self.now(index)
         # Those that were used are not here any more.
-        kept = self._held[index].given if now.backwards >= self.parts[index].backwards else 0
+        kept = self.parts[index].given if now.backwards >= self.parts[index].backwards else 0
         return max(now.backwards, kept)
 
     @property
@@ -152,4 +149,4 @@ class _Settling:
 
     def settled(self) -> RoleProgress:
         """What it comes to."""
-        return self._done.at([each[0] for each in self._ways], self.reduced)
+        return replace(self._done, parts=tuple(each[0] for each in self._ways), reduced=self.reduced)

@@ -14,7 +14,7 @@ _FIXED_S = 0.005
 
 def syncs(plan: Plan, role: Role) -> bool:
     """Whether anybody could use sums of ``role``: its shadow, who copies it; and slices go back to their own."""
-    learned = any(rank == plan.world.rank(role) for rank, _ in plan.learners)
+    learned = any(rank == plan.world.rank(role) for rank, _ in plan.builders)
     return plan.shadow(role) is not None or learned or plan.world.slices > 1
 
 

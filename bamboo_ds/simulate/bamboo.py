@@ -31,14 +31,15 @@ def placed(pace: Pace, members: Sequence[Candidate], config: BambooConfig) -> Pl
     plan = replace(plan, cuts=pace.cuts if layout.blocks else (), costs=pace.costs if layout.blocks else None)
     replicas = config.redundancy.mode.replicas
     policy = policy_of(layout, replicas, config)
-    return replace(best_plan(plan, members, policy=policy, holders={}), unheld=(), immediate=True)
+    return replace(best_plan(plan, members, policy=policy, holders={}), lost_roles=(), when="now")
 
 
 def planned(pace: Pace, count: int, config: BambooConfig) -> Plan:
     """The same of ``count`` members, each on a host of its own."""
     size = pace.layout.size
     limit = config.topology.memory_limit
-    return placed(pace, [Candidate(f"m{n}", n, f"m{n}", home=n % size, memory=limit) for n in range(count)], config)
+    members = [Candidate(f"m{n}", n, f"m{n}", script_rank=n % size, memory=limit) for n in range(count)]
+    return placed(pace, members, config)
 
 
 @dataclass(eq=False)
@@ -111,10 +112,9 @@ class BambooJob(SimulatedTraining):
     def _register(self, node: str) -> None:
         super()._register(node)
         slot, size = self.ready[node], self._pace.layout.size
-        known = {"id": node, "slot": slot, "host": node, "zone": self.market.zones.get(node, ""), "home": slot % size}
-        self._records[node] = MemberRecord(
-            **known, address="", pid=0, agent_pid=0, incarnation="", joiner=self.env.now > 0
-        )
+        where = {"slot": slot, "host": node, "zone": self.market.zones.get(node, ""), "script_rank": slot % size}
+        process = {"address": "", "pid": 0, "agent_pid": 0, "incarnation": "", "joiner": self.env.now > 0}
+        self._records[node] = MemberRecord(id=node, **where, **process)
         layout = self._pace.layout
         told = {"redundant": self._config.redundancy.mode.replicas, "memory": self._config.topology.memory_limit}
         self._reports[node] = LayoutRecord(id=node, layout=layout, iterators=False, **told)
@@ -140,7 +140,7 @@ class BambooJob(SimulatedTraining):
     @property
     def _written_at_once(self) -> bool:
         """Whether there is a plan that members do not wait for a boundary with."""
-        return self._written is not None and bool(self._written.plan.immediate)
+        return self._written is not None and self._written.plan.interrupts()
 
     def _known(self) -> tuple[object, ...]:
         """What the leader's decisions depend on between two losses."""
@@ -155,9 +155,9 @@ class BambooJob(SimulatedTraining):
         for rank, shadow in enumerate(self.plan.shadows):
             if shadow in replicas:
                 replicas[shadow].append(rank)
-        for rank, learner in self.plan.learners:
-            if (rank, learner) in self._copied:
-                replicas[learner].append(rank)
+        for rank, builder in self.plan.builders:
+            if (rank, builder) in self._copied:
+                replicas[builder].append(rank)
         workers = {
             member: WorkerState.model_construct(
                 id=member,
@@ -178,7 +178,7 @@ class BambooJob(SimulatedTraining):
 
     def _candidates(self) -> list[Candidate]:
         facts, limit = (self._records[node] for node in self.ready), self._config.topology.memory_limit
-        return [Candidate(r.id, r.slot, r.host, r.zone, r.home, memory=limit) for r in facts]
+        return [Candidate(r.id, r.slot, r.host, r.zone, r.script_rank, memory=limit) for r in facts]
 
     def _write(self, plan: Plan, reason: str, lost: Sequence[str] = ()) -> None:
         lent = [(each.rank, *plan.lent_blocks(each)) for each in plan.lent]
@@ -270,7 +270,8 @@ class BambooJob(SimulatedTraining):
         return min(self.terms.checkpoint_s, every_s or self.terms.checkpoint_s)
 
     def _save(self) -> Run:
-        waits = not self._config.checkpoint.asynchronous
+        # One of the job's own, which it takes where its interval is the shorter one, is written in the background.
+        waits = not self._config.checkpoint.asynchronous and self._interval_s() >= self.terms.checkpoint_s
         yield from self._checkpoint(self._copy_s, self._write_s(), self.plan.owners, waits)
 
     def _change(self, action: WritePlan) -> Run:
@@ -312,9 +313,9 @@ class BambooJob(SimulatedTraining):
             action: Action | None = self._written
             if action is None or not self._written_at_once or self._absent():
                 action = yield from self._answer()
-            if isinstance(action, WritePlan) and action.plan.immediate:
+            if isinstance(action, WritePlan) and action.plan.interrupts():
                 plan, lost = action.plan, [loss.member for loss in action.losses]
-                if plan.unheld or not self._pace.footprint.fits(plan):
+                if plan.lost_roles or not self._pace.footprint.fits(plan):
                     yield from self._fatal(plan, lost)
                     return
                 # Survivors work until they hear of the plan, but not on one that they have not agreed on.
@@ -369,9 +370,9 @@ class BambooJob(SimulatedTraining):
     def _fatal(self, plan: Plan, lost: Sequence[str]) -> Run:
         """Nobody holds some stage, or the heirs have not the memory for it: the job starts again."""
         self._emit_losses(lost)
-        if not plan.unheld:
+        if not plan.lost_roles:
             self.outcome.refused += 1
-        stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
+        stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.lost_roles)]
         self._emit(ev.Fatal, stages=stages, members=list(lost), checkpoint=self.saved.path)
         self.epoch, self._written = plan.epoch, None
         self._enter([member for member in self.members if member not in lost])
@@ -383,10 +384,10 @@ class BambooJob(SimulatedTraining):
 
     def _copy(self) -> None:
         """The plan in force is new: its copies begin that are neither complete nor under way from the same owner."""
-        learners = set(self.plan.learners)
-        self._built &= learners
-        self._copied &= learners
-        wanted = learners - self._built
+        builders = set(self.plan.builders)
+        self._built &= builders
+        self._copied &= builders
+        wanted = builders - self._built
         for copies in self._copying:
             kept = copies.pairs.items() if copies.offered else ()
             copies.pairs = {
@@ -407,10 +408,10 @@ class BambooJob(SimulatedTraining):
         copies.offered = True
         load: dict[tuple[bool, str], float] = {}
         total = 0.0
-        for (rank, learner), owner in copies.pairs.items():
+        for (rank, builder), owner in copies.pairs.items():
             size = self._size(rank)
             total += size
-            for end in ((False, owner), (True, learner)):
+            for end in ((False, owner), (True, builder)):
                 load[end] = load.get(end, 0.0) + size
         bound = self._config.topology.transfer_mb_per_s
         rate = min(self.terms.network_gb_s * 1e9, float("inf") if bound is None else bound * 1e6)

@@ -53,7 +53,9 @@ class Footprint:
         if device is None:
             return frozenset()
         limit = device - self.profile.workspace_bytes
-        members = [Candidate(m, slot, m, home=self.layout.size, memory=limit) for slot, m in enumerate(plan.members)]
+        members = [
+            Candidate(m, slot, m, script_rank=self.layout.size, memory=limit) for slot, m in enumerate(plan.members)
+        ]
         lacking = Room(replace(plan, memory=self.stages), members).waiting(plan.owners, plan.shadows)
         return frozenset({*plan.parked, *lacking})
 
@@ -65,7 +67,7 @@ class Footprint:
             plan = replace(plan, shadows=tuple(there))
         known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
         need: dict[str, float] = {member: sum(both) for member, both in known.items()}
-        for rank, member in plan.learners if not self.state.parked else ():
+        for rank, member in plan.builders if not self.state.parked else ():
             if member in need:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
         for rank, owner in enumerate(plan.owners):

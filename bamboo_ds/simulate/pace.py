@@ -16,7 +16,6 @@ from typing import Literal
 from ..config import RedundancyMode
 from ..schedule import (
     NETWORK_SHARE,
-    Held,
     Hosts,
     PartProgress,
     PassTimeline,
@@ -231,13 +230,12 @@ class Pace:
                 )
                 for part in done.parts
             ]
-            front, rear = parts[0], parts[1] if len(parts) > 1 else None
-            found.append(replace(done, forwards=front.forwards, backwards=front.backwards, rear=rear))
+            found.append(replace(done, parts=tuple(parts)))
         return tuple(found), passes
 
     def behind(self, progress: _Progress, role: Role) -> list[PartProgress]:
         """The part behind each part of ``role``; behind the last one of a pipeline one that has given everything."""
-        layout, all_ = self.layout, PartProgress(0, self.micro_batches, self.micro_batches)
+        layout, all_ = self.layout, PartProgress(0, 1, self.micro_batches, self.micro_batches)
         parts = [progress[each].parts for each in layout.roles]
         found = []
         for index in range(len(progress[role].parts)):
@@ -285,8 +283,8 @@ class Pace:
         for rank, shadow in enumerate(plan.shadows):
             if shadow is not None:
                 followers[rank].append(shadow)
-        for rank, learner in plan.learners:
-            followers[rank].append(learner)
+        for rank, builder in plan.builders:
+            followers[rank].append(builder)
         for rank, owner in enumerate(plan.owners):
             stage = rank // pipelines
             size = self.parameters[stage] * self.profile.gradient_bytes / network
@@ -334,7 +332,7 @@ class Stretch:
     @property
     def bare_s(self) -> float:
         """Seconds that it would take without replicas: passes, reduction and update alone."""
-        gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), learners=()))
+        gradients_s, update_s = self._pace.epilogue(replace(self.plan, shadows=(), builders=()))
         return self._passes_s + gradients_s + update_s
 
     def after(self, plan: Plan, at_s: float, noticed_s: float | None = None) -> Stretch:
@@ -364,24 +362,24 @@ class Stretch:
         for rank, (role, computing) in enumerate(zip(layout.roles, hosts(plan, found), strict=True)):
             now, changed = found[role], [new != old for new, old in zip(computing, before[rank], strict=True)]
             heir = plan.owner(role)
-            near = heir == self.plan.shadow(role) or (rank, heir) in self.plan.learners or len(now.parts) > 1
+            near = heir == self.plan.shadow(role) or (rank, heir) in self.plan.builders or len(now.parts) > 1
             sums = [pace.sums_of(part) if near else () for part in synced[role].parts]
             given = [part.backwards for part in pace.behind(done, role)]
-            held = tuple(
-                Held(0, has) if new else Held(max(count, part.backwards))
+            redundant = 0
+            if any(changed) and len(now.parts) == 1:
+                redundant = self.redundant(role, noticed_s, heir, passes.get(heir, 0))
+            parts = [
+                replace(part.passes(redundant, 0, 0), sums=has)
+                if new
+                else replace(part, given=max(count, part.backwards))
                 for new, has, count, part in zip(changed, sums, given, now.parts, strict=True)
-            )
+            ]
             if not any(changed):
-                found[role] = replace(now, held=held)
+                found[role] = replace(now, parts=tuple(parts))
                 continue
-            parts = [PartProgress(part.begin) if new else part for part, new in zip(now.parts, changed, strict=True)]
-            if len(parts) == 1:
-                heir = plan.owner(role)
-                parts = [PartProgress(0, self.redundant(role, noticed_s, heir, passes.get(heir, 0)))]
             # Reduced gradients are there if the shadow takes over, which has received them.
             reduced = now.reduced and plan.owner(role) == self.plan.shadow(role)
-            taken = replace(now, state_only=changed[0]).at(parts, reduced)
-            found[role] = replace(taken, held=held)
+            found[role] = replace(now, parts=tuple(parts), state_only=changed[0], reduced=reduced)
         return Stretch(pace, plan, settle(layout, pace.micro_batches, found))
 
     def redundant(self, role: Role, at_s: float, heir: str, passes: int) -> int:

@@ -201,22 +201,13 @@ class Simulation:
         return max(stock, 2 * roles) if policy == LIMIT else stock
 
     def job(self, policy: str, market: Market, seed: int) -> SimulatedTraining:
-        """The job of a policy, one that is simulated: not on-demand, nor limit.
-
-        Raises:
-            ConfigError: it is this package's, and its pipelines have one stage.
-        """
+        """The job of a policy, one that is simulated: not on-demand, nor limit."""
         if policy == RESTARTING:
             return CheckpointRestart(market, self.stock, self.terms, seed)
         if policy == DROPPING:
             return SampleDropping(market, self.stock, self.terms, seed, *self.size)
         name, _, mode = policy.partition(":")
         config = self.config.overridden({"redundancy.mode": RedundancyMode(mode)}) if mode else self.config
-        if self.size[1] < 2:
-            raise ConfigError(
-                f"--policy {policy}: a pipeline of this package has two stages or more, and this job has --stages 1:"
-                " choose more of them, or another policy"
-            )
         pace = self.pace(config.redundancy.mode, whole=name == WHOLE)
         return BambooJob(market, pace, self.terms, config, seed)
 

@@ -355,7 +355,7 @@ class SimulatedTraining(ABC):
             yield self._saving[0]
         yield self.env.timeout(copied_s)
         saved = Checkpoint(self.step, self.outcome.samples, f"step{self.step}")
-        save = self.env.process(self._complete_save(saved, self.epoch, written_s, writers))
+        save = self.env.process(self._complete_save(saved, self.epoch, written_s, writers, whole))
         self._saving = save, writers
         if whole:
             yield save
@@ -363,13 +363,15 @@ class SimulatedTraining(ABC):
     def _all_live(self, members: Sequence[str]) -> bool:
         return self.gone.keys().isdisjoint(members)
 
-    def _complete_save(self, saved: Checkpoint, epoch: int, seconds: float, writers: Sequence[str]) -> Run:
+    def _complete_save(
+        self, saved: Checkpoint, epoch: int, seconds: float, writers: Sequence[str], waited: bool
+    ) -> Run:
         restarts = self.outcome.restarts
         yield self.env.timeout(seconds)
         ended = restarts != self.outcome.restarts or not self.members
         if self._all_live(writers) and not ended and self.saved.step <= saved.step:
             self.saved = saved
-            what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0}
+            what = {"step": saved.step, "path": saved.path, "seconds": seconds, "bytes": 0, "waited": waited}
             self._emit(ev.CheckpointSaved, epoch=epoch, **what)
 
     def _restore(self) -> None:

@@ -52,7 +52,7 @@ SAVE = ".save.json"
 WRITTEN = ".written-"
 #: The same of those that could not.
 FAILED = ".failed-"
-PARTIAL, REMOVING, REPLACED, SPARE = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced", ".bamboo-spare"
+PARTIAL, REMOVING, REPLACED = ".bamboo-partial", ".bamboo-removing", ".bamboo-replaced"
 #: Holds checkpoints of jobs' own, by the job's name: those that they take without their scripts' doing.
 OWN = ".bamboo-own"
 #: Separates the fields of a hidden folder's name; cannot occur in names of jobs and ids of saves.

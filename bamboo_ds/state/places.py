@@ -87,12 +87,6 @@ class CheckpointPlace(Protocol):
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
-    def make_spare(self, job: str, save_id: str) -> None:
-        """Keep the newest checkpoint until the save ends, although its script may delete it; does not raise."""
-
-    def end_spare(self, job: str) -> None:
-        """The save has ended that a spare was made for; does not raise."""
-
     def check(self, known: KnownFolder | None) -> None:
         """Create the place if need be; raises :class:`SaveRefused` if it is not the one that is ``known``."""
 
@@ -167,4 +161,4 @@ class CheckpointPlace(Protocol):
         """Whether a later lineage has begun here."""
 
     def take_over(self, job: str, lineage: Lineage) -> None:
-        """Begin ``lineage``: what earlier ones have not published they never will, and what is spared is back."""
+        """Begin ``lineage``: what earlier ones have not published they never will."""

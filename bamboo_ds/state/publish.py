@@ -30,7 +30,6 @@ from .checkpoints import (
     REPLACED,
     SAVE,
     SEPARATOR,
-    SPARE,
     CheckpointError,
     Manifest,
     SaveRecord,
@@ -121,12 +120,8 @@ def make_folders(root: Path, names: Sequence[str]) -> None:
 
 
 def next_serial(folder: Path) -> int:
-    """One more than the highest serial of a complete checkpoint in ``folder``, spares of deleted ones among them."""
-    serials = [info.serial for info in list_checkpoints(folder)]
-    for spare in hidden(folder, SPARE):
-        with suppress(CheckpointError):  # stock DeepSpeed's has none
-            serials.append(read_manifest(spare).serial)
-    return 1 + max(serials, default=0)
+    """One more than the highest serial of a complete checkpoint in ``folder``."""
+    return 1 + max((info.serial for info in list_checkpoints(folder)), default=0)
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
@@ -180,13 +175,13 @@ def _give_back(old: Path, folder: Path, job: str) -> Path | None:
     if target.exists():
         discard(old, folder, job)
         return None
-    if not give_name(old, target):
+    if not _give_name(old, target):
         return None
     logger.warning("checkpoint %s was being replaced when its writer ended; it is back", target)
     return target
 
 
-def give_name(kept: Path, target: Path) -> bool:
+def _give_name(kept: Path, target: Path) -> bool:
     """Rename ``kept`` to ``target``; whether no other member was faster. Raises ``OSError``."""
     try:
         os.rename(kept, target)

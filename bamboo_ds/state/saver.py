@@ -34,9 +34,6 @@ logger = logging.getLogger("bamboo_ds")
 THREAD = "bamboo-checkpoint"
 _INTERRUPT_POLL_S = 0.05  # how often a waiting main thread looks whether it is needed elsewhere
 _EXIT_TIMEOUT_S = 10.0
-#: Seconds that the main thread waits until the checkpoint before the new one is safe from its script; a few links.
-_SPARE_TIMEOUT_S = 2.0
-
 
 #: How many complete checkpoints of a job's own are kept: the newest may turn out to be damaged.
 _OWN_KEPT = 2
@@ -142,7 +139,7 @@ class CheckpointSaver:
             self._opened().files[rank] = list(files)
 
     def submit(self) -> None:
-        """Hand the collected files to the writer. Returns when the newest checkpoint may be deleted, or soon."""
+        """Hand the collected files to the writer."""
         with self._changed:
             save, self._open = self._opened(), None
             self._used.add(save.record.save_id)
@@ -150,8 +147,6 @@ class CheckpointSaver:
             self._alive_at = time.monotonic()
             self._thread = self._thread or _started(self._work)
             self._changed.notify_all()
-            if save.leads and not save.own:
-                self._changed.wait_for(lambda: save.spared or self._closing, _SPARE_TIMEOUT_S)
 
     def skip(self) -> None:
         """A save takes place without this member, which owns no role: earlier ones have ended where they are led."""
@@ -328,19 +323,7 @@ class CheckpointSaver:
                 self._changed.notify_all()
 
     def _run(self, save: Save) -> SaveResult:
-        """Carry out ``save``; the checkpoint before it is kept until then."""
-        if save.leads and not save.own:
-            save.place.make_spare(save.record.job, save.record.save_id)
-            with self._changed:
-                save.spared = True
-                self._changed.notify_all()
-        result = self._written(save)
-        if save.leads and not save.own:  # by now, perhaps
-            save.place.end_spare(save.record.job)
-        return result
-
-    def _written(self, save: Save) -> SaveResult:
-        """Write ``save``; any exception becomes the result's error."""
+        """Carry out ``save``; any exception becomes the result's error."""
         result = save.result
         try:
             if save.all_written and (path := save.place.completed(save.record)) is not None:

@@ -1,6 +1,6 @@
 """A folder on a file system that all members share, as a :class:`~.places.CheckpointPlace`.
 
-What is in it: :mod:`.checkpoints`; how it changes: :mod:`.publish`, :mod:`.spares`.
+What is in it: :mod:`.checkpoints`; how it changes: :mod:`.publish`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ..generations import Lineage, is_over, supersede
-from . import publish, spares
+from . import publish
 from .checkpoints import (
     MANIFEST,
     SAVE,
@@ -106,14 +106,6 @@ class SharedFolder:
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
-    def make_spare(self, job: str, save_id: str) -> None:
-        """See :func:`.spares.make`."""
-        spares.make(self.path, job, save_id)
-
-    def end_spare(self, job: str) -> None:
-        """See :func:`.spares.end`."""
-        spares.end(self.path, job)
-
     def check(self, known: KnownFolder | None) -> None:
         """Create the folder if need be, but never below a mount point whose file system is gone."""
         if known is not None:
@@ -124,9 +116,8 @@ class SharedFolder:
         self.path.mkdir(parents=True, exist_ok=True)
 
     def clean(self, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> None:
-        """See :func:`.publish.clean`, and :func:`.spares.settle`."""
+        """See :func:`.publish.clean`."""
         publish.clean(self.path, job, keep, lineage)
-        spares.settle(self.path, job, keep)
 
     def open(self, record: SaveRecord) -> None:
         """Make the partial folder."""
@@ -222,9 +213,8 @@ class SharedFolder:
         return is_over(self.path, lineage)
 
     def take_over(self, job: str, lineage: Lineage) -> None:
-        """See :func:`.publish.take_over`, and :func:`.spares.settle`."""
+        """See :func:`.publish.take_over`."""
         publish.take_over(self.path, job, lineage)
-        spares.settle(self.path, job)
 
 
 def _has_entry(path: Path) -> bool:

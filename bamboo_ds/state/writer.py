@@ -110,11 +110,9 @@ class Save:
         losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
             that leads, as ``history``: the JSON of what the job has done, this save included.
         leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
-        own: it is one of the job's own: no script deletes what it replaces, so that there are no spares, and it is
-            given up for one of the script's.
+        own: it is one of the job's own: given up for one of the script's.
         timeout_s: for how many seconds nothing may move among its files.
         known: the place as this process has seen it before; ``None`` the first time.
-        spared: what keeps the checkpoint before this one is there, or cannot be had.
         files: by rank of the role; emptied while they are written.
         gone: ranks whose members are lost: their missing files will never come.
         written: bytes that this member has written.
@@ -136,7 +134,6 @@ class Save:
     written: int = 0
     total: int = 0
     all_written: bool = False
-    spared: bool = False
 
     @property
     def folder(self) -> Location:

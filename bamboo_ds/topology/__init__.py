@@ -5,7 +5,7 @@ from .costs import Candidate, Costs, Policy, predicted_s
 from .division import divided
 from .explain import explain, memory_of, short_of_memory, undivided
 from .memory import StageMemory
-from .moves import Move, holders_of, learners_for, moves, without_copies
+from .moves import Move, builders_for, holders_of, moves, without_copies
 from .plan import LONG_S, Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role

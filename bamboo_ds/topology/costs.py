@@ -21,7 +21,7 @@ class Candidate:
         slot: number of its slot; orders members.
         host: its failure domain: all members of a host vanish together.
         zone: availability zone; empty where unknown.
-        home: the rank that its script runs as.
+        script_rank: the rank that its script runs as.
         leaving: whether it is going to vanish soon: it gets no role and no replica.
         memory: bytes that it may hold of roles (:class:`~.memory.StageMemory`); ``None``: any number.
     """
@@ -30,7 +30,7 @@ class Candidate:
     slot: int
     host: str
     zone: str = ""
-    home: int = 0
+    script_rank: int = 0
     leaving: bool = False
     memory: int | None = None
 

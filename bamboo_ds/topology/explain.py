@@ -103,19 +103,24 @@ class _Explanation:
     # -- changes ------------------------------------------------------------------------------------
 
     def _why_owner(self, old: str) -> str:
-        if old not in self._roster.everyone:
-            return f"because {old} is gone"
-        if old not in self._roster.order:
-            return f"because {old} is leaving"
+        away = self._away(old)
+        if away is not None:
+            return away
         if old in self._previous.crowded:
             return f"because {old} held more than it may"
         count = self._previous.owners.count(old)
         return f"because {old} had {_roles(count)} and the slowest member gets less to do"
 
+    def _away(self, old: str) -> str | None:
+        """That a member can have no role any more."""
+        if old not in self._roster.everyone:
+            return f"because {old} is gone"
+        return None if old in self._roster.order else f"because {old} is leaving"
+
     def _how(self, rank: int, member: str) -> str:
         move = self._sources.get((rank, member))
         if move is None:
-            if rank in self._new.unheld:
+            if rank in self._new.lost_roles:
                 return "nobody holds its state, which comes from a checkpoint"
             return "which holds its state already"
         size = f" ({move.bytes / 2**20:.1f} MiB)" if self._costs.state_bytes else ""
@@ -162,10 +167,9 @@ class _Explanation:
         owner = self._new.owners[rank]
         if old is None:
             return "because it had none"
-        if old not in self._roster.everyone:
-            return f"because {old} is gone"
-        if old not in self._roster.order:
-            return f"because {old} is leaving"
+        away = self._away(old)
+        if away is not None:
+            return away
         if old == owner:
             return f"because {old} owns the role now"
         if not self._roster.apart(owner, old):
@@ -217,8 +221,8 @@ class _Explanation:
         leaving = [member.id for member in roster.usable if member.leaving]
         if leaving:
             found.append("everybody is leaving, so members that are leaving keep their roles")
-        if new.unheld:
-            held = ", ".join(str(new.world.role(rank)) for rank in new.unheld)
+        if new.lost_roles:
+            held = ", ".join(str(new.world.role(rank)) for rank in new.lost_roles)
             found.append(f"no living member holds {held}: only a checkpoint helps")
         if usable == 1:
             found.append(f"no role has a shadow: {roster.usable[0].id} is the only member")

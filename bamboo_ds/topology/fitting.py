@@ -55,9 +55,9 @@ class _Fitting:
         self._at_home: dict[int | None, list[str]] = {}
         for member in roster.order:
             if member in self._left:
-                self._at_home.setdefault(room.home(member), []).append(member)
+                self._at_home.setdefault(room.script_rank(member), []).append(member)
         self._smallest = min(map(room.size, range(len(owners))))
-        #: Members that have room for some role wherever they are at home, that with most room first.
+        #: Members that have room for some role whatever rank their script runs as, that with most room first.
         self._open = sorted(entry for entry in map(self._entry, roster.order) if -entry[0] >= self._smallest)
         self._exchanges = _EXCHANGES
 

@@ -32,21 +32,21 @@ def holders_of(plan: Plan, ready: Mapping[str, Collection[int]] | None = None) -
 
     Args:
         plan: the newest written plan.
-        ready: ranks of the roles that learners have reported ready, by member. Learners that the plan does not
+        ready: ranks of the roles that builders have reported ready, by member. Builders that the plan does not
             list have stopped following and do not count.
     """
     alive = frozenset(plan.members)
     found: dict[int, set[str | None]] = {}
     for rank, owner in enumerate(plan.owners):
-        found[rank] = {None if rank in plan.unheld else owner, plan.shadows[rank] if plan.shadows else None}
-    for rank, learner in plan.learners:
-        if ready and rank in ready.get(learner, ()):
-            found[rank].add(learner)
+        found[rank] = {None if rank in plan.lost_roles else owner, plan.shadows[rank] if plan.shadows else None}
+    for rank, builder in plan.builders:
+        if ready and rank in ready.get(builder, ()):
+            found[rank].add(builder)
     return {rank: frozenset(m for m in members if m in alive) for rank, members in found.items()}
 
 
 def without_copies(plan: Plan, lacking: Mapping[str, Collection[int]]) -> Plan:
-    """``plan`` as its members go by it: shadows that have no replica of their role make one, as learners do.
+    """``plan`` as its members go by it: shadows that have no replica of their role make one, as builders do.
 
     Args:
         plan: the newest written plan.
@@ -58,20 +58,20 @@ def without_copies(plan: Plan, lacking: Mapping[str, Collection[int]]) -> Plan:
     return replace(
         plan,
         shadows=tuple(None if rank in bare else shadow for rank, shadow in enumerate(plan.shadows)),
-        learners=tuple(sorted({*plan.learners, *bare.items()})),
+        builders=tuple(sorted({*plan.builders, *bare.items()})),
         lent=tuple(each for each in plan.lent if each.rank not in bare),
     )
 
 
-def learners_for(old: Plan, new: Plan) -> tuple[tuple[int, str], ...]:
-    """The learners, as (rank, member), of the boundary plan that leads from ``old`` to the target ``new``.
+def builders_for(old: Plan, new: Plan) -> tuple[tuple[int, str], ...]:
+    """The builders, as (rank, member), of the boundary plan that leads from ``old`` to the target ``new``.
 
     Every member that ``new`` names as owner or shadow of a role and ``old`` as neither: the destinations of
-    :func:`moves`, and learners that are ready already, which have to go on following until the switch.
+    :func:`moves`, and builders that are ready already, which have to go on following until the switch.
     """
     pairs = []
     for rank, owner in enumerate(new.owners):
-        present = {old.owners[rank] if rank not in old.unheld else None, old.shadows[rank] if old.shadows else None}
+        present = {old.owners[rank] if rank not in old.lost_roles else None, old.shadows[rank] if old.shadows else None}
         wanted = dict.fromkeys((owner, new.shadows[rank] if new.shadows else None))
         pairs += [(rank, member) for member in wanted if member is not None and member not in present]
     return tuple(pairs)
@@ -87,8 +87,8 @@ def moves(old: Plan, new: Plan, holders: Holders, costs: Costs | None = None) ->
         costs: for the sizes.
 
     Sources are spread: each copy comes from the living holder that has least to send so far; of equals a shadow
-    or learner goes before the owner, which has more to do. A role without a living holder has no moves: its rank
-    is in ``new.unheld``.
+    or builder goes before the owner, which has more to do. A role without a living holder has no moves: its rank
+    is in ``new.lost_roles``.
     """
     costs = costs or Costs()
     alive = frozenset(old.members) | frozenset(new.members)

@@ -9,7 +9,7 @@ from .board import Board
 from .partition import SLACK
 
 #: How many places for roles are tried in a search for all of them, and how many members are told apart in it by their
-#: homes besides their room.
+#: script_ranks besides their room.
 _PLACES, _TOLD_APART = 50_000, 16
 #: How many roles change their owners one after another for the sake of speed.
 _ROUNDS = 64
@@ -93,8 +93,8 @@ def _search(board: Board, loose: list[int], begin: int, places: list[int]) -> bo
     places[0] -= len(board.roster.usable)
     for member in options:
         # Of members with equal room one is tried.
-        home = board.roster.everyone[member].home if len(board.roster.usable) <= _TOLD_APART else 0
-        kind = board.left.get(member, inf), home
+        script_rank = board.roster.everyone[member].script_rank if len(board.roster.usable) <= _TOLD_APART else 0
+        kind = board.left.get(member, inf), script_rank
         if kind in tried:
             continue
         if places[0] < 0:

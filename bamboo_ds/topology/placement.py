@@ -53,11 +53,17 @@ def _settled(board: Board) -> Board:
     return fast
 
 
-def _levelled(board: Board, limit: float) -> Board:
-    """Members above ``limit`` give roles away. The result may still exceed ``limit``."""
+def _seated(board: Board, limit: float) -> Board:
+    """Homeless roles with those of their holders that have room within ``limit``; others stay homeless."""
     board = board.copy()
     for rank in board.homeless:
         board.seat(rank, limit)
+    return board
+
+
+def _levelled(board: Board, limit: float) -> Board:
+    """Members above ``limit`` give roles away. The result may still exceed ``limit``."""
+    board = _seated(board, limit)
     finder = Loads(board.loads) if board.redundant else None
     owned: dict[str, set[int]] = {}
     for rank, owner in enumerate(board.owners):
@@ -109,9 +115,7 @@ def _shed(board: Board, member: str, own: set[int], limit: float, finder: Loads 
 
 def _placed(board: Board, limit: float) -> Board:
     """All homeless roles placed: with holders that have room within ``limit``, else as evenly as possible."""
-    board = board.copy()
-    for rank in board.homeless:
-        board.seat(rank, limit)
+    board = _seated(board, limit)
     ranks = board.homeless
     if not ranks:
         return board
@@ -145,15 +149,15 @@ def _gathered(board: Board, ranks: Sequence[int], level: float, limit: float) ->
     """
     board = board.copy()
     roster, finder = board.roster, Loads(board.loads)
-    homes: dict[int, list[str]] = {}
+    script_ranks: dict[int, list[str]] = {}
     for candidate in roster.usable:
-        homes.setdefault(candidate.home, []).append(candidate.id)
+        script_ranks.setdefault(candidate.script_rank, []).append(candidate.id)
     busy = {owner for owner in board.owners if owner is not None}
     doubles = len(ranks) - (len(board.loads) - len(busy))
     for rank in ranks:
         wishes = [
             (_neighbour(board, rank, level) if doubles > 0 else None, level),
-            (next((m for m in homes.get(rank, ()) if m not in busy), None), level),
+            (next((m for m in script_ranks.get(rank, ()) if m not in busy), None), level),
             # Zones are worth no second role.
             (finder.least(roster.zones, board.zones_beside(rank)), level),
         ]

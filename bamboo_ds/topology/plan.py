@@ -12,13 +12,16 @@ from .block_costs import BlockCosts
 from .memory import StageMemory
 from .roles import Layout, Role
 
-SCHEMA = 4
+SCHEMA = 5
 #: Generation of a job whose workers have not been started yet.
 UNSTARTED = -1
 
 #: The end of an iteration that takes so many seconds is not waited for where copies, or another plan, serve before it.
 LONG_S = 30.0
 
+#: When members enter an epoch: at once, as after a loss; at once if they are in an iteration, else at the next boundary
+#: between two operations; or together at that boundary.
+When = Literal["now", "iteration", "boundary"]
 #: Which part of a stage: its first blocks or its last ones.
 Side = Literal["front", "rear"]
 
@@ -52,8 +55,8 @@ class Plan:
         layout: the logical world; ``None`` until the engines have reported it.
         shadows: shadow of every role, indexed by rank; ``None`` where a role has no replica.
         lost: members that this plan removed from the one before it.
-        unheld: ranks of roles without any living holder. Not empty means a fatal loss.
-        learners: (rank, member): copies of a role's state that are being made; they follow the owner like a
+        lost_roles: ranks of roles without any living holder. Not empty means a fatal loss.
+        builders: (rank, member): copies of a role's state that are being made; they follow the owner like a
             shadow does, but hold nothing to rely on before they are reported ready.
         lent: parts of stages that shadows compute, at most one of each role.
         cuts: by stage the blocks before which it may be divided; ``None`` where no worker has told yet.
@@ -64,10 +67,9 @@ class Plan:
         parked: members whose replicas wait in host memory, and compute nothing before their stage is lost or divided.
         places: for every one of ``members``, where others reach its worker: address, port and token, with blanks
             between. Empty in plans that no leader has written.
-        homes: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
-            those of that rank. Not unique: a standby shares the home of another member.
-        immediate: whether workers break off what they do to enter this epoch, as after a loss; ``"iteration"``: if that
-            is an iteration. Otherwise they switch together at the next boundary between two operations.
+        script_ranks: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are
+            those of that rank. Not unique: a standby shares that of another member.
+        when: members enter this epoch, see :data:`When`.
         origin: names the job, from its first plan on: that one's nonce.
         generation: the restart (0: the first start) whose workers these are; :data:`UNSTARTED`: there are none yet.
         fence_s: see ``bamboo.membership.fence_s``; settled by the first plan, so that all go by the same number.
@@ -81,8 +83,8 @@ class Plan:
     layout: Layout | None = None
     shadows: tuple[str | None, ...] = ()
     lost: tuple[str, ...] = ()
-    unheld: tuple[int, ...] = ()
-    learners: tuple[tuple[int, str], ...] = ()
+    lost_roles: tuple[int, ...] = ()
+    builders: tuple[tuple[int, str], ...] = ()
     lent: tuple[Lent, ...] = ()
     cuts: tuple[tuple[int, ...] | None, ...] = ()
     costs: BlockCosts | None = None
@@ -91,8 +93,8 @@ class Plan:
     crowded: tuple[str, ...] = ()
     parked: tuple[str, ...] = ()
     places: tuple[str, ...] = field(default=(), repr=False)
-    homes: tuple[int, ...] = ()
-    immediate: bool | Literal["iteration"] = True
+    script_ranks: tuple[int, ...] = ()
+    when: When = "now"
     origin: str = ""
     generation: int = 0
     fence_s: float | None = None
@@ -110,6 +112,10 @@ class Plan:
         if self.layout is None:
             raise ValueError(f"plan of epoch {self.epoch} has no layout yet")
         return self.layout
+
+    def interrupts(self, iterating: bool = True) -> bool:
+        """Whether a member breaks off what it does to enter this epoch: an iteration, or something else."""
+        return self.when == "now" or (self.when == "iteration" and iterating)
 
     def place(self, member: str) -> str:
         """Where others reach the worker of ``member``; empty where that is not known."""
@@ -149,13 +155,13 @@ class Plan:
         """Roles whose replica ``member`` holds, in rank order."""
         return tuple(self.world.role(rank) for rank, shadow in enumerate(self.shadows) if shadow == member)
 
-    def learned_by(self, member: str) -> tuple[Role, ...]:
+    def built_by(self, member: str) -> tuple[Role, ...]:
         """Roles of whose state ``member`` is making a copy, in rank order."""
-        return tuple(self.world.role(rank) for rank, learner in sorted(self.learners) if learner == member)
+        return tuple(self.world.role(rank) for rank, builder in sorted(self.builders) if builder == member)
 
-    def home(self, member: str) -> int:
+    def script_rank(self, member: str) -> int:
         """The rank that the script of ``member`` runs as; raises ``ValueError`` if the plan does not list it."""
-        return self.homes[self.members.index(member)]
+        return self.script_ranks[self.members.index(member)]
 
     def to_json(self) -> str:
         """The plan as JSON, as it is stored in etcd and pushed to workers."""

@@ -7,17 +7,17 @@ A job with four stages, one pipeline and members ``a b c d``; ``x/y`` is owner/s
     with_redundancy      a/d       b/a       c/b       d/c
     takeover {c}         a/d       b/a       b/-       d/-
     takeover {a}         d/-       b/-       b/-       d/-
-    takeover {b}         d/-       unheld    unheld    d/-
+    takeover {b}         d/-       lost      lost      d/-
 
-With healing between losses nothing becomes unheld (members on hosts of their own)::
+With healing between losses no role is lost (members on hosts of their own)::
 
     takeover {c}         a/d       b/a       b/-       d/-
     plan                 a/d       b/a       b/a       d/b
     plan, e has joined   a/d       b/a       e/b       d/b
 
 Tensor slices are planned one by one: layers find their slice in what their process is (the rank of its script, its
-groups), so a member has roles of the slice only that its home is one of. Thus no member ever has two slices of one
-stage, whose passes must go on at the same time.
+groups), so a member has roles of its script's slice only. Thus no member ever has two slices of one stage, whose passes
+must go on at the same time.
 
 Equal arguments give equal plans, so any agent that becomes leader writes the plan its predecessor would have.
 """
@@ -32,7 +32,7 @@ from ..errors import ConfigError
 from .costs import Candidate, Costs, Policy, Roster, known, predicted_s
 from .division import Divider, still_lent
 from .memory import StageMemory
-from .moves import holders_of, learners_for
+from .moves import builders_for, holders_of
 from .partition import SLACK
 from .placement import place_owners
 from .plan import Plan
@@ -49,7 +49,7 @@ _NO_GAIN = 0.999
 
 
 def initial_plan(members: Sequence[str]) -> Plan:
-    """The plan of epoch 1: ``members[rank]`` is at home at ``rank`` and owns its role; no role has a shadow.
+    """The plan of epoch 1: ``members[rank]`` owns the role of ``rank``, as which its script runs; no role has a shadow.
 
     Args:
         members: member ids in slot order, one per rank.
@@ -62,8 +62,8 @@ def initial_plan(members: Sequence[str]) -> Plan:
         raise ConfigError("a job needs at least one member, got none")
     if len(set(owners)) != len(owners):
         raise ConfigError(f"member ids must be unique, got {', '.join(owners)}: give each slot its own id")
-    homes = tuple(range(len(owners)))
-    return Plan(epoch=1, owners=owners, members=owners, homes=homes)
+    script_ranks = tuple(range(len(owners)))
+    return Plan(epoch=1, owners=owners, members=owners, script_ranks=script_ranks)
 
 
 def with_redundancy(
@@ -104,8 +104,8 @@ def with_redundancy(
     slices = []
     for number in range(layout.slices):
         sliced = only(laid_out, number)
-        homes = zip(sliced.members, sliced.homes, strict=True)
-        mine = [replace(facts[member], home=home, leaving=False) for member, home in homes]
+        script_ranks = zip(sliced.members, sliced.script_ranks, strict=True)
+        mine = [replace(facts[member], script_rank=script_rank, leaving=False) for member, script_rank in script_ranks]
         room = Room(sliced, mine)
         if redundant:
             question = Question(sliced, Roster(mine), Costs(), policy, room, {})
@@ -129,17 +129,17 @@ def takeover(
 ) -> Plan:
     """The plan after the loss of ``lost``: each of their roles goes to a living holder of its state.
 
-    That is its shadow; else a learner that is ready; else, with several pipelines whose optimizer state is not
+    That is its shadow; else a builder that is ready; else, with several pipelines whose optimizer state is not
     sharded, the owner of the same stage (and slice) in another one, which has the same state and clones it locally.
     Of several, the first by :func:`_preference`. A role without holder keeps its last owner's name and its rank is
-    listed in ``unheld``: a fatal loss, which the caller has to report. Before the layout is known there are no
-    shadows, so every role of a lost member is unheld.
+    listed in ``lost_roles``: a fatal loss, which the caller has to report. Before the layout is known there are no
+    shadows, so every role of a lost member is lost.
 
-    Where members may hold only so much, a shadow may own the role as well (:mod:`.room`). A learner that is ready has
+    Where members may hold only so much, a shadow may own the role as well (:mod:`.room`). A builder that is ready has
     room for it, too. The owner of another pipeline may not: the loss cannot wait, so it holds too much until the next
     plan.
 
-    Nothing else moves: a surviving owner keeps all its roles, living learners go on learning. Names that the
+    Nothing else moves: a surviving owner keeps all its roles, living builders go on learning. Names that the
     plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
     a new epoch.
 
@@ -147,7 +147,7 @@ def takeover(
         plan: the newest written plan, whether or not workers had switched to it: its owners and shadows hold
             valid state under the plan before it, too.
         lost: members that are gone.
-        holders: members with a valid copy besides owner and shadow (learners that are ready), by rank.
+        holders: members with a valid copy besides owner and shadow (builders that are ready), by rank.
         members: what is known of members, also of those that are lost.
     """
     facts = known(plan, members)
@@ -156,7 +156,7 @@ def takeover(
     owners = list(plan.owners)
     shadows = [m if m in alive else None for m in plan.shadows] if plan.shadows else [None] * len(owners)
     duties = Counter(owner for owner in owners if owner in alive)
-    unheld = []
+    lost_roles = []
 
     def give(rank: int, candidates: Collection[str]) -> bool:
         able = [m for m in survivors if m in candidates]
@@ -171,13 +171,13 @@ def takeover(
             continue
         shadow, shadows[rank] = shadows[rank], None
         if not give(rank, [shadow] if shadow else holders.get(rank, ()) if holders else ()):
-            unheld.append(rank)
+            lost_roles.append(rank)
     if plan.layout is not None and plan.layout.alike:
-        held = {rank: owner for rank, owner in enumerate(owners) if rank not in unheld}
-        for rank in list(unheld):
+        held = {rank: owner for rank, owner in enumerate(owners) if rank not in lost_roles}
+        for rank in list(lost_roles):
             twins = map(plan.layout.rank, plan.layout.siblings(plan.layout.role(rank)))
             if give(rank, [held[twin] for twin in twins if twin in held]):
-                unheld.remove(rank)
+                lost_roles.remove(rank)
     crowded: tuple[str, ...] = ()
     parked: tuple[str, ...] = ()
     if plan.layout is not None:
@@ -190,13 +190,15 @@ def takeover(
         members=survivors,
         shadows=tuple(shadows) if plan.shadows else (),
         lost=tuple(m for m in plan.members if m in lost),
-        unheld=tuple(unheld),
-        learners=tuple((rank, m) for rank, m in plan.learners if m in alive and owners[rank] != m),
+        lost_roles=tuple(lost_roles),
+        builders=tuple((rank, m) for rank, m in plan.builders if m in alive and owners[rank] != m),
         lent=still_lent(plan, owners, shadows),
         crowded=crowded,
         parked=parked,
-        homes=tuple(home for m, home in zip(plan.members, plan.homes, strict=False) if m in alive),
-        immediate=True,
+        script_ranks=tuple(
+            script_rank for m, script_rank in zip(plan.members, plan.script_ranks, strict=False) if m in alive
+        ),
+        when="now",
     )
 
 
@@ -219,11 +221,11 @@ def plan(
     where there are two, else by another member; the slowest member has least to do (changed only for a gain of
     ``policy.min_gain``); fewest bytes are moved; roles on one member are neighbours; shadows are where redundant
     passes need no messages; adjacent stages are in different zones, and owner and shadow. Without a violated rule or a
-    gain nothing moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while learners
+    gain nothing moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while builders
     of ``previous`` make the copies that it needs, as long as members, costs and policy are the same; with unequal costs
     it may, once.
 
-    The roles of a tensor slice without members keep their owners' names, and their ranks are ``unheld``.
+    The roles of a tensor slice without members keep their owners' names, and their ranks are in ``lost_roles``.
     Members that are leaving are not among the result's, unless all (of a slice) are leaving. Their copies may
     still be sources of :func:`~bamboo_ds.topology.moves`.
 
@@ -234,7 +236,7 @@ def plan(
         policy: the user's wishes; the defaults if not given.
         holders: members with a valid copy by rank, see :func:`~bamboo_ds.topology.holders_of`; owners and
             shadows of ``previous`` if not given. Empty: no member holds state, all of it comes from a
-            checkpoint; the result lists all ranks as ``unheld``, and places them all the same.
+            checkpoint; the result lists all ranks as ``lost_roles``, and places them all the same.
 
     Raises:
         ConfigError: no members, two of one id, or costs of another number of stages.
@@ -248,7 +250,9 @@ def plan(
     if slices > 1:
         targets_by_slice = []
         for number in range(slices):
-            mine = [replace(m, home=m.home // slices) for m in members if m.home % slices == number]
+            mine = [
+                replace(m, script_rank=m.script_rank // slices) for m in members if m.script_rank % slices == number
+            ]
             held = {rank // slices: holders[rank] for rank in holders if rank % slices == number}
             sliced = only(previous, number)
             targets_by_slice.append(plan(sliced, mine, costs, policy, held) if mine else given_up(sliced))
@@ -258,13 +262,13 @@ def plan(
 
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made, or that needs just those that are under way.
-    under_way = frozenset(previous.learners)
+    under_way = frozenset(previous.builders)
 
-    def kept(learners: frozenset[tuple[int, str]]) -> Plan | None:
+    def kept(builders: frozenset[tuple[int, str]]) -> Plan | None:
         for _ in range(_ATTEMPTS):
-            target = targets.given(_promised(learners, previous, roster, holders))
-            before, learners = learners, frozenset(learners_for(previous, target))
-            if learners == before or (learners and learners == under_way):
+            target = targets.given(_promised(builders, previous, roster, holders))
+            before, builders = builders, frozenset(builders_for(previous, target))
+            if builders == before or (builders and builders == under_way):
                 return target
         return None
 
@@ -272,22 +276,22 @@ def plan(
     if target is None:
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
         settled = targets.given(_settled(previous, holders))
-        target = kept(frozenset(learners_for(previous, settled))) or settled
+        target = kept(frozenset(builders_for(previous, settled))) or settled
     nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
-    return replace(target, unheld=tuple(nobody))
+    return replace(target, lost_roles=tuple(nobody))
 
 
-def _promised(learners: Collection[tuple[int, str]], previous: Plan, roster: Roster, holders: Holders) -> Holders:
-    """``holders`` and, where there is one to copy from, ``learners``."""
+def _promised(builders: Collection[tuple[int, str]], previous: Plan, roster: Roster, holders: Holders) -> Holders:
+    """``holders`` and, where there is one to copy from, ``builders``."""
     promised = {rank: frozenset(holders.get(rank, ())) for rank in range(previous.world.size)}
-    for rank, learner in learners:
+    for rank, builder in builders:
         if not roster.everyone.keys().isdisjoint(holders.get(rank, ())):
-            promised[rank] |= {learner}
+            promised[rank] |= {builder}
     return promised
 
 
 def _settled(previous: Plan, holders: Holders) -> Holders:
-    """``holders`` without learners."""
+    """``holders`` without builders."""
     shadows = previous.shadows or previous.owners
     named = enumerate(zip(previous.owners, shadows, strict=True))
     return {rank: [member for member in holders.get(rank, ()) if member in pair] for rank, pair in named}
@@ -330,8 +334,8 @@ class _Targets:
         return target
 
     def _changes(self, target: Plan) -> tuple[bool, int]:
-        under_way = sorted(self._question.previous.learners)
-        others = bool(under_way) and sorted(learners_for(self._question.previous, target)) != under_way
+        under_way = sorted(self._question.previous.builders)
+        others = bool(under_way) and sorted(builders_for(self._question.previous, target)) != under_way
         return others, sum(map(str.__ne__, target.owners, self._question.previous.owners))
 
     def _completed(self, question: Question, owners: tuple[str, ...]) -> Plan:
@@ -345,9 +349,9 @@ class _Targets:
             members=tuple(member.id for member in roster.usable),
             shadows=shadows,
             lost=(),
-            learners=(),
-            homes=tuple(member.home for member in roster.usable),
-            immediate=False,
+            builders=(),
+            script_ranks=tuple(member.script_rank for member in roster.usable),
+            when="boundary",
         )
         target = self._divider.divided(target, question.holders) if previous.cuts else target
         return _checked(target, question.room, redundant)

@@ -38,7 +38,7 @@ class Room:
     def __init__(self, plan: Plan, members: Iterable[Candidate]) -> None:
         known = {member.id: member for member in members if member.memory is not None} if plan.memory else {}
         self.limits = {name: member.memory for name, member in known.items() if member.memory is not None}
-        self._homes = {name: member.home for name, member in known.items()}
+        self._script_ranks = {name: member.script_rank for name, member in known.items()}
         self._stages = stages = [plan.memory[role.stage] for role in plan.world.roles] if plan.memory else []
         self._state = [stage.own for stage in stages]
         self._own = [stage.owned for stage in stages]
@@ -47,11 +47,11 @@ class Room:
 
     def owned(self, rank: int, member: str) -> int:
         """Bytes that a role takes on ``member`` as its owner, besides what is there in any case."""
-        return self._own[rank] - (self._state[rank] if self._homes[member] == rank else 0)
+        return self._own[rank] - (self._state[rank] if self._script_ranks[member] == rank else 0)
 
     def shadowed(self, rank: int, member: str) -> int:
         """The same as its shadow."""
-        return self._replica[rank] - (self._state[rank] if self._homes[member] == rank else 0)
+        return self._replica[rank] - (self._state[rank] if self._script_ranks[member] == rank else 0)
 
     def copying(self, rank: int, member: str) -> int:
         """The same while it makes a copy."""
@@ -61,35 +61,35 @@ class Room:
         """Bytes that a role takes where nothing of it is there."""
         return self._replica[rank]
 
-    def home(self, member: str) -> int | None:
+    def script_rank(self, member: str) -> int | None:
         """The rank that the script of ``member`` runs as, whose state is there in any case; ``None``: of no role."""
-        return self._homes[member] if self._homes[member] < len(self._state) else None
+        return self._script_ranks[member] if self._script_ranks[member] < len(self._state) else None
 
     def free(self, member: str) -> int:
         """Bytes that ``member`` has for roles, besides what is there in any case."""
-        home = self.home(member)
-        return self.limits[member] - (0 if home is None else self._state[home])
+        script_rank = self.script_rank(member)
+        return self.limits[member] - (0 if script_rank is None else self._state[script_rank])
 
     def left(
         self,
         owners: Sequence[str | None],
         shadows: Sequence[str | None] = (),
-        learners: Collection[tuple[int, str]] = (),
+        builders: Collection[tuple[int, str]] = (),
     ) -> dict[str, int]:
         """Bytes that are left by member with a limit, below 0 where it would hold more than it may.
 
         A copy that is being made takes as much as an owned role, or nothing (:meth:`copying`).
         """
         found = {member: self.free(member) for member in self.limits}
-        homes, state = self._homes, self._state
+        script_ranks, state = self._script_ranks, self._state
         # All roles for every question of the planner: without calls of methods.
         for members, sizes in ((owners, self._own), (shadows, self._replica)):
             for rank, member in enumerate(members):
                 if member in found:
-                    found[member] -= sizes[rank] - (state[rank] if homes[member] == rank else 0)
-        for rank, learner in learners:
-            if learner in found and learner not in (owners[rank], shadows[rank] if shadows else None):
-                found[learner] -= self.copying(rank, learner)
+                    found[member] -= sizes[rank] - (state[rank] if script_ranks[member] == rank else 0)
+        for rank, builder in builders:
+            if builder in found and builder not in (owners[rank], shadows[rank] if shadows else None):
+                found[builder] -= self.copying(rank, builder)
         return found
 
     def waiting(self, owners: Sequence[str], shadows: Sequence[str | None]) -> dict[str, int | None]:
@@ -117,14 +117,14 @@ class Room:
         return tuple(member for member, left in self.left(owners, shadows).items() if left < 0)
 
 
-def while_copying(plan: Plan, target: Plan, learners: Collection[tuple[int, str]], room: Room) -> Sequence[str | None]:
-    """The shadows of ``plan`` while ``learners`` make the copies that ``target`` needs.
+def while_copying(plan: Plan, target: Plan, builders: Collection[tuple[int, str]], room: Room) -> Sequence[str | None]:
+    """The shadows of ``plan`` while ``builders`` make the copies that ``target`` needs.
 
     Where a member may not hold the copies with all that it has it gives up replicas first that it loses anyway.
     """
     shadows = list(plan.shadows)
-    left = room.left(plan.owners, shadows, learners)
-    for member in dict.fromkeys(member for _, member in learners) if not room.parked else ():
+    left = room.left(plan.owners, shadows, builders)
+    for member in dict.fromkeys(member for _, member in builders) if not room.parked else ():
         missing = -left.get(member, 0)
         lost = [r for r, m in enumerate(shadows) if m == member and member not in (target.owners[r], target.shadows[r])]
         for rank in sorted(lost, key=lambda rank: (-room.shadowed(rank, member), rank)) if missing > 0 else ():

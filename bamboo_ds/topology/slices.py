@@ -16,22 +16,26 @@ _T = TypeVar("_T")
 
 
 def only(plan: Plan, number: int) -> Plan:
-    """What ``plan`` says about slice ``number`` and the members at home in it."""
+    """What ``plan`` says about slice ``number`` and the members whose scripts run in it."""
     layout = plan.world
     slices = layout.slices
     if slices == 1:
         return plan
-    here = [(member, home) for member, home in zip(plan.members, plan.homes, strict=True) if home % slices == number]
+    here = [
+        (member, script_rank)
+        for member, script_rank in zip(plan.members, plan.script_ranks, strict=True)
+        if script_rank % slices == number
+    ]
     return replace(
         plan,
         layout=replace(layout, pipelines=layout.copies, slices=1),
         owners=plan.owners[number::slices],
         shadows=plan.shadows[number::slices],
         members=tuple(member for member, _ in here),
-        homes=tuple(home // slices for _, home in here),
-        unheld=tuple(rank // slices for rank in plan.unheld if rank % slices == number),
+        script_ranks=tuple(script_rank // slices for _, script_rank in here),
+        lost_roles=tuple(rank // slices for rank in plan.lost_roles if rank % slices == number),
         unshadowed=tuple(rank // slices for rank in plan.unshadowed if rank % slices == number),
-        learners=tuple((rank // slices, member) for rank, member in plan.learners if rank % slices == number),
+        builders=tuple((rank // slices, member) for rank, member in plan.builders if rank % slices == number),
     )
 
 
@@ -41,15 +45,15 @@ def given_up(sliced: Plan) -> Plan:
         sliced,
         epoch=sliced.epoch + 1,
         members=(),
-        homes=(),
+        script_ranks=(),
         shadows=(None,) * len(sliced.owners),
         lost=(),
-        learners=(),
-        unheld=tuple(range(len(sliced.owners))),
+        builders=(),
+        lost_roles=tuple(range(len(sliced.owners))),
         unshadowed=(),
         crowded=(),
         parked=(),
-        immediate=False,
+        when="boundary",
     )
 
 
@@ -65,23 +69,23 @@ def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate
     if layout.slices == 1:
         return plans[0]
     owners, shadows = (_woven([getattr(each, name) for each in plans]) for name in ("owners", "shadows"))
-    homes = {member.id: member.home for member in candidates} or dict(
-        zip(previous.members, previous.homes, strict=True)
+    script_ranks = {member.id: member.script_rank for member in candidates} or dict(
+        zip(previous.members, previous.script_ranks, strict=True)
     )
-    members = [member for member in homes if any(member in each.members for each in plans)]
+    members = [member for member in script_ranks if any(member in each.members for each in plans)]
     return replace(
         plans[0],
         layout=layout,
         owners=owners,
         shadows=shadows,
         members=tuple(members),
-        homes=tuple(homes[member] for member in members),
-        unheld=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unheld)),
+        script_ranks=tuple(script_ranks[member] for member in members),
+        lost_roles=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.lost_roles)),
         unshadowed=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unshadowed)),
         crowded=tuple(member for member in members if any(member in each.crowded for each in plans)),
         parked=tuple(sorted({member for each in plans for member in each.parked})),
-        learners=tuple(
-            sorted((r * layout.slices + m, who) for m, each in enumerate(plans) for r, who in each.learners)
+        builders=tuple(
+            sorted((r * layout.slices + m, who) for m, each in enumerate(plans) for r, who in each.builders)
         ),
     )
 

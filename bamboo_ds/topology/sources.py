@@ -18,7 +18,7 @@ def ends(plan: Plan, pipeline: int) -> tuple[int, ...]:
 
 
 def source_ends(plan: Plan, apart: bool) -> tuple[tuple[int, ...], ...]:
-    """Groups of ranks at the ends of pipelines: at one rank of each group some member must be at home.
+    """Groups of ranks at the ends of pipelines: some script must run as one rank of each group.
 
     Args:
         plan: the plan.
@@ -29,11 +29,16 @@ def source_ends(plan: Plan, apart: bool) -> tuple[tuple[int, ...], ...]:
 
 
 def end_sources(plan: Plan, *at: int) -> tuple[str, ...]:
-    """Members at home at one of the ranks ``at``, which are ends of one pipeline; the one that serves others first.
+    """Members whose scripts run as one of the ranks ``at``, ends of one pipeline; the one that serves others first.
 
     Best are those that also own an end, since they draw in time anyway.
     """
-    found = [member for end in at for member, home in zip(plan.members, plan.homes, strict=True) if home == end]
+    found = [
+        member
+        for end in at
+        for member, script_rank in zip(plan.members, plan.script_ranks, strict=True)
+        if script_rank == end
+    ]
     owners = {plan.owners[rank] for end in at for rank in ends(plan, plan.world.role(end).pipeline)}
     return tuple(sorted(found, key=lambda member: member not in owners))
 
@@ -44,5 +49,5 @@ def batch_sources(plan: Plan, pipeline: int) -> tuple[str, ...]:
 
 
 def hungry(plan: Plan, apart: bool) -> tuple[tuple[int, ...], ...]:
-    """Groups of :func:`source_ends` without data: all members at home there are gone."""
-    return tuple(group for group in source_ends(plan, apart) if not set(group).intersection(plan.homes))
+    """Groups of :func:`source_ends` without data: all members whose scripts run there are gone."""
+    return tuple(group for group in source_ends(plan, apart) if not set(group).intersection(plan.script_ranks))

@@ -24,7 +24,7 @@ from ..control.wire import LineSocket
 from ..errors import Isolated
 from ..forking import only_here
 from ..job_settings import JobSettings
-from ..observe.ring import SpanRing
+from ..observe.span_pipe import SpanWriter
 from ..processes import hold_tether
 from ..secret import NONE, JobSecret, taken
 from ..topology.memory import StageMemory
@@ -59,7 +59,7 @@ class WorkerChannel:
     Attributes:
         member: id of the member that this process is the worker of.
         job: name of the job.
-        rank: the rank that the script runs as, its home; at the start of the job the slot's number.
+        rank: the rank that the script runs as; at the start of the job the slot's number.
         world_size: number of slots at the start of the job.
         address: IP address that other workers reach this one at; the only one to bind to.
         joiner: the job was running already when this worker was started.
@@ -72,7 +72,7 @@ class WorkerChannel:
         ahead: by how much DeepSpeed's count of steps exceeds the job's.
         activity: what heartbeats tell of the main thread.
         contact: the newest word of etcd, see :mod:`bamboo_ds.control.fencing`.
-        spans: memory for the timeline; ``None``: the agent writes none.
+        spans: takes the timeline; ``None``: the agent writes none.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class WorkerChannel:
         listener: Listener | None = None,
         host: str | None = None,
         settings: JobSettings = JobSettings(),  # noqa: B008  # immutable
-        spans: SpanRing | None = None,
+        spans: SpanWriter | None = None,
     ) -> None:
         self.member = member
         self.job = job
@@ -152,7 +152,7 @@ class WorkerChannel:
             listener=Listener.inherited(os.environ.pop(ENV_LISTENER)),
             host=os.environ.get(ENV_HOST),
             settings=JobSettings.model_validate_json(os.environ.pop(ENV_SETTINGS, "{}")),
-            spans=SpanRing.inherited(os.environ),
+            spans=SpanWriter.inherited(os.environ),
         )
         _inherited = (os.getpid(), channel)
         return channel

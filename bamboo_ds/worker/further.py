@@ -65,7 +65,9 @@ def _construction(job: Job, cls: type, pipeline: bool) -> Callable[..., None]:
             self.__dict__[_FOUNDERS] = {}
             cls.__init__(self, *args, **kwargs)  # type: ignore[misc]
             return
-        founders = self.__dict__[_FOUNDERS] = dict(zip(reversed(plan.homes), reversed(plan.members), strict=True))
+        founders = self.__dict__[_FOUNDERS] = dict(
+            zip(reversed(plan.script_ranks), reversed(plan.members), strict=True)
+        )
         _run(job, founders, pipeline, "__init__", lambda: cls.__init__(self, *args, **kwargs))  # type: ignore[misc]
 
     return construct
@@ -76,7 +78,7 @@ def _call(job: Job, function: Callable[..., Any], pipeline: bool) -> Callable[..
 
     @functools.wraps(function)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if job.session.among_itself:
+        if job.session.attachment.founders is not None:
             return function(self, *args, **kwargs)
         return _run(job, self.__dict__[_FOUNDERS], computes, function.__name__, lambda: function(self, *args, **kwargs))
 
@@ -95,7 +97,7 @@ def _run(job: Job, founders: Mapping[int, str], by_all: bool, name: str, body: C
         raise FurtherEngineLost(what, _gone(missing), missing)
     on_use = job.channel.need_every_rank if by_all or name != "__init__" else lambda: None
     try:
-        with job.session.among_founders(founders, on_use):
+        with job.session.attachment.among_founders(founders, on_use):
             return body()
     except EpochChanged as error:
         lost = error.member if isinstance(error, PeerLost) else None

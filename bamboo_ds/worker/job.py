@@ -109,14 +109,11 @@ class Job:
 
     def rank_of(self, rank: int) -> int:
         """``rank`` of the script, counted from the last one if it is negative; raises ``ValueError`` outside."""
-        size = self.channel.world_size
-        if not -size <= rank < size:
-            raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
-        return rank % size
+        return _within(rank, self.channel.world_size)
 
     def speaks_for(self, rank: int) -> bool:
         """See :func:`bamboo_ds.speaks_for`."""
-        rank, script = self.rank_of(rank), self.session.script
+        rank, script = self.rank_of(rank), self.session.attachment.script
         if script is None:  # all are there, or this member joins
             return rank == self.channel.rank and not self.channel.joiner
         return not self.replaying and script.speaker(rank) == self.channel.member
@@ -166,8 +163,8 @@ class Job:
                 f"member {self.channel.member} is not in the plan of epoch {plan.epoch}: it was taken for lost and "
                 "others own its roles now; the worker stops"
             )
-        if plan.unheld:
-            roles = [plan.world.role(rank) for rank in plan.unheld] if plan.layout else []
+        if plan.lost_roles:
+            roles = [plan.world.role(rank) for rank in plan.lost_roles] if plan.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]
             raise FatalLoss(stages, plan.lost, self.newest_checkpoint(plan))
         with self._lock:
@@ -209,7 +206,7 @@ class Job:
                 why = "others take over its stages"
             elif time.monotonic() >= until:
                 why = f"nothing has helped for bamboo.recovery.plan_timeout_s = {patience_s:g} s"
-            elif newest.immediate and newest.epoch > plan.epoch:
+            elif newest.interrupts() and newest.epoch > plan.epoch:
                 raise EpochChanged(f"epoch {plan.epoch} ended while it was entered") from error
             if why is not None:
                 raise AbortFailed(
@@ -347,8 +344,7 @@ class Job:
     # -- called on other threads ----------------------------------------------------------------------
 
     def _plan_arrived(self, plan: Plan) -> None:
-        interrupts = self._iterating if plan.immediate == "iteration" else plan.immediate
-        if interrupts and plan.epoch > self.session.epoch:
+        if plan.interrupts(self._iterating) and plan.epoch > self.session.epoch:
             if self.session.epoch and self.session.aborted is None:
                 self.lost_at = time.monotonic()
             # Also if it is about to be attached.
@@ -426,6 +422,10 @@ def speaks_for(rank: int) -> bool:
     if _job is not None:
         return _job.speaks_for(rank)
     own, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+    return _within(rank, size) == own
+
+
+def _within(rank: int, size: int) -> int:
     if not -size <= rank < size:
         raise ValueError(f"there is no rank {rank} in a job of {size} ranks")
-    return rank % size == own
+    return rank % size

@@ -34,7 +34,7 @@ def _wrapped(original: Callable[..., None]) -> Callable[..., None]:
         object_list: list[Any], src: int | None = None, group: Any = None, device: Any = None, **more: Any
     ) -> None:
         job = jobs.job_of_main_thread()
-        script = None if job is None else job.session.script
+        script = None if job is None else job.session.attachment.script
         outside = group is c10d.GroupMember.NON_GROUP_MEMBER
         ranks: list[int] = [] if outside else c10d.get_process_group_ranks(group)
         alone = job is not None and (job.channel.joiner if script is None else script.context == "replay")

@@ -17,7 +17,8 @@ class PlanView:
     Attributes:
         epoch: its number.
         members: the living members, in the order of their slots.
-        homes: for every one of ``members`` the rank that its script runs as; a standby shares that of another member.
+        script_ranks: for every one of ``members`` the rank that its script runs as; a standby shares that of another
+            member.
         member: this process's member.
         roles: what this member computes from now on: (pipeline, stage) each. With tensor slices, pipeline
             ``d * slices + m`` is slice ``m`` of data-parallel copy ``d``.
@@ -30,7 +31,7 @@ class PlanView:
 
     epoch: int
     members: tuple[str, ...]
-    homes: tuple[int, ...]
+    script_ranks: tuple[int, ...]
     member: str
     roles: tuple[tuple[int, int], ...]
     lost: tuple[str, ...]
@@ -42,7 +43,7 @@ class PlanView:
     @property
     def ranks(self) -> tuple[int, ...]:
         """The ranks that living processes run as: those that the script's own collectives are among."""
-        return tuple(sorted(set(self.homes)))
+        return tuple(sorted(set(self.script_ranks)))
 
 
 Listener = Callable[[PlanView], object]
@@ -87,12 +88,12 @@ def view_of(before: Plan | None, plan: Plan, member: str) -> PlanView:
     return PlanView(
         epoch=plan.epoch,
         members=plan.members,
-        homes=plan.homes,
+        script_ranks=plan.script_ranks,
         member=member,
         roles=tuple((role.pipeline, role.stage) for role in plan.owned_by(member)),
         lost=lost,
         left=left,
         joined=joined,
         reason="; ".join(words) or "stages or replicas move",
-        immediate=bool(plan.immediate),
+        immediate=plan.interrupts(),
     )

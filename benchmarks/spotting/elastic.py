@@ -113,7 +113,7 @@ class Elastic:
 
     def _arguments(self, folder: Path, stop: Path) -> list[str]:
         block: dict[str, Any] = {"topology": {"blocks": self.blocks if self.blocks == "auto" else int(self.blocks)}}
-        block["checkpoint"] = {"keep": 2}
+        block["checkpoint"] = {"keep": 2, "asynchronous": True}
         # The default waits for minutes that are compressed here, when a fatal loss is followed by silence.
         block["membership"] = {"fence_s": _FENCE_S}
         settings = {"train_micro_batch_size_per_gpu": self.work.size, **self.work.settings}

@@ -163,7 +163,7 @@ def test_nobody_left_of_a_slice(tmp_path: Path, reference: Reference) -> None:
     """The job starts again from its newest checkpoint, with two workers on each of the slots that are left."""
     arguments = ("--steps", "6", "--save-every", "1")
     faults = [fault(1, 2, "~forward", 1), fault(3, 4, "~backward", 1)]
-    file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}}, 4)
+    file = write_config(tmp_path, {}, 4)
     command = ["--stages", "2", *SLICES, *arguments, "--faults", json.dumps(faults)]
     result = run_bamboo(tmp_path, 4, command, file)
     assert result.exit_code == 0, result.output[-4000:]

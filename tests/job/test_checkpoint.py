@@ -123,11 +123,11 @@ def test_killed_while_all_wait(tmp_path: Path, reference: Reference) -> None:
     arguments = ("--steps", "4", "--save-every", "2")
     undisturbed = reference(3, 1, 4, *arguments)
     faults = [fault(0, 2, "@file")]
-    config = write_config(tmp_path, {"checkpoint": {"asynchronous": False, "keep": 1}}, 4)
+    config = write_config(tmp_path, {"checkpoint": {"keep": 1}}, 4)
     result = run_bamboo(tmp_path, 3, ["--stages", "3", *arguments, "--faults", json.dumps(faults)], config)
     assert_equal(result, undisturbed, faults)
     assert all(dump["present"] == [True, True] for dump in result.ranks().values())
-    assert [e["step"] for e in result.events("checkpoint_saved")] == [2, 4]
+    assert [(e["step"], e["waited"]) for e in result.events("checkpoint_saved")] == [(2, True), (4, True)]
     assert not result.events("checkpoint_failed")
     assert sorted(p.name for p in (tmp_path / "checkpoints").iterdir()) == ["latest", "step4"]
 
@@ -153,7 +153,7 @@ def test_roles_on_few_members(tmp_path: Path, reference: Reference, layers: dict
     for folder in folders.values():
         folder.mkdir()
     # The losses must not hit what is still being written.
-    config = write_config(folders["first"], {"checkpoint": {"asynchronous": False}}, 4, **layers)
+    config = write_config(folders["first"], {}, 4, **layers)
     command = ["--stages", "2", "--steps", "4", "--save-every", "2", "--faults", json.dumps(faults)]
     first = run_bamboo(folders["first"], 4, command, config)
     assert first.exit_code == 0 and len(first.faults()) == 2, first.output[-4000:]
@@ -209,7 +209,7 @@ def test_universal_checkpoints(tmp_path: Path, reference: Reference) -> None:
     assert undisturbed.exit_code == 0, undisturbed.output[-4000:]
     for folder, mode, step in ((ours, "eager-frc-lazy-brc", 1), (restarted, "none", 3)):
         faults = [fault(1, step, "ForwardPass")]
-        block = {"redundancy": {"mode": mode}, "checkpoint": {"asynchronous": False}}
+        block = {"redundancy": {"mode": mode}}
         config = write_config(folder, block, 4, **settings)
         result = run_bamboo(folder, 4, [*command, "--faults", json.dumps(faults)], config)
         events = [e for kind in ("step", "checkpoint_saved", "recovered", "restart") for e in result.events(kind)]

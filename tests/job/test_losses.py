@@ -63,7 +63,7 @@ def test_losses_during_evaluations(tmp_path: Path, reference: Reference) -> None
 
 
 def test_adjacent_losses_are_fatal_and_say_so(tmp_path: Path) -> None:
-    file = write_config(tmp_path, {"checkpoint": {"asynchronous": False}, "recovery": {"max_restarts": 0}}, 4)
+    file = write_config(tmp_path, {"recovery": {"max_restarts": 0}}, 4)
     # The owner of stage 1, and its shadow as soon as it takes the stage over.
     faults = [fault(1, 3, "BackwardPass", 1), fault(0, 3, ".recovery.run")]
     command = ["--stages", "3", "--steps", "5", "--faults", json.dumps(faults), "--save-every", "2"]

@@ -97,7 +97,6 @@ def test_all_members_vanish_at_once(tmp_path: Path, reference: Reference) -> Non
     """With nobody left who could say anything, two others start the job again from its newest checkpoint."""
     go = tmp_path / "go"
     told = {"recovery": {"min_members": 2}, "membership": {"lease_ttl_s": 4, "fence_s": 8}}
-    told["checkpoint"] = {"asynchronous": False}
     script = [str(TRAIN), "--deepspeed_config", str(write_config(tmp_path, told, 4)), "--out", str(tmp_path)]
     script += ["--stages", "2", "--save-every", "2", *slow_until(go)]
     with EtcdServer(tmp_path) as etcd, MembersJob(tmp_path, "gpt", {}) as job:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.support.jobs import SUPPORT, Reference, run_bamboo, write_config
+from tests.support.jobs import SUPPORT, Reference, run_bamboo, slow_rank, write_config
 from tests.support.precisions import FP32_ZERO
 from tests.support.surviving import fault, survive
 
@@ -182,13 +182,13 @@ def test_a_replica_that_differs_again(tmp_path: Path, reaction: str) -> None:
 @pytest.mark.exhaustive
 @pytest.mark.integration
 def test_a_backward_pass_frees_its_part_of_the_budget(tmp_path: Path) -> None:
-    redundancy = {"mode": "eager-frc-eager-brc", "placement": "fixed", "memory_budget_mb": 0.0001}
-    config = write_config(tmp_path, {"redundancy": redundancy}, 6)
-    result = run_bamboo(tmp_path, 2, ["--stages", "2", "--steps", "3"], config)
+    redundancy = {"mode": "eager-frc-eager-brc", "sync_every": 0, "memory_budget_mb": 0.0001}
+    config = write_config(tmp_path, {"redundancy": redundancy, "topology": {"blocks": 1}}, 6)
+    result = run_bamboo(tmp_path, 2, ["--stages", "2", "--steps", "4", *slow_rank(tmp_path, 1)], config)
     assert result.exit_code == 0, result.output[-4000:]
-    # The first stage's member runs both passes of the last stage before each gradient that it receives. In the first
-    # step it has the labels from there, perhaps later.
-    assert [event["frc_done"] >= 6 for event in result.events("step")][1:] == [True] * 2
+    # The first stage's member has memory for one forward pass of the last stage, and time for both passes of it before
+    # each gradient that it receives: from the third step on, when it knows for how long it waits.
+    assert [event["frc_done"] >= 6 for event in result.events("step")][2:] == [True] * 2
 
 
 @pytest.mark.integration
@@ -197,11 +197,11 @@ def test_redundant_passes_without_memory(tmp_path: Path, reference: Reference) -
 
     So is what a rehearsal has changed that lacks memory in a step before.
     """
-    # By then the first stage has received three gradients and tried a redundant forward before each of them.
+    # By then the first stage has waited for three gradients, long enough for a redundant forward before each of them.
     faults = [fault(1, 2, "BackwardPass", 5)]
-    bamboo = {"redundancy": {"verify_every": 2, "placement": "fixed", "check_exact": 2}}
+    bamboo = {"redundancy": {"verify_every": 2, "check_exact": 2, "sync_every": 0}, "topology": {"blocks": 1}}
     arguments = ("--steps", "5", "--norm", "--exhaust-at", "1", "2")
-    result = survive(tmp_path, reference, faults, 3, 1, arguments, bamboo=bamboo)
+    result = survive(tmp_path, reference, faults, 3, 1, arguments, bamboo=bamboo, pace=slow_rank(tmp_path, 1))
     assert "the rehearsal of role (0,1) has exhausted the memory, and is left out: no memory is left" in result.output
     assert "Not rehearsed (there is too little memory, see above): stage 0 of pipeline 0, stage 1" in result.output
     told = {(e["step"], *e["role"], e["dropped"]) for e in result.events("redundancy_exhausted")}

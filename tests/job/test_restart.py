@@ -50,7 +50,7 @@ def test_twice_from_a_checkpoint_with_half_of_the_members(tmp_path: Path, refere
     """A plain loop that saves; its scheduler and layers count. The restart is hit while it replays what was done."""
     arguments = (*ARGUMENTS, "--count-samples", "--count-passes")
     faults = [fault(1, 5, "BackwardPass", 1), fault(0, 5, ".recovery.run"), fault(3, 4, ".loader.load")]
-    bamboo = {"checkpoint": {"asynchronous": False}, "observe": {"checksums": True}}
+    bamboo = {"observe": {"checksums": True}}
     file, go_on = write_config(tmp_path, bamboo, 4), tmp_path / "go on"
     # The last step waits until all have copies: then workers that only stand in for others are not needed any more.
     pace = ["--slow-until", str(go_on), "--slow-s", "600", "--slow-from", "7"]
@@ -119,7 +119,7 @@ def test_a_terminal_that_takes_nothing_delays_no_restart(start: Start, terminal:
 @pytest.mark.integration
 def test_waits_for_joiners_and_passes_over_a_damaged_checkpoint(tmp_path: Path, reference: Reference) -> None:
     """A script that resumes by itself; a host with three of four slots is lost."""
-    bamboo = {"checkpoint": {"asynchronous": False}, "recovery": {"min_members": 2}}
+    bamboo = {"recovery": {"min_members": 2}}
     slow = tmp_path / "fast"
     file = write_config(tmp_path, bamboo, 4)
     # Slow once both checkpoints are there: what is awaited comes before the end, whatever it takes to ask for it.

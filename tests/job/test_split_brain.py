@@ -41,7 +41,6 @@ def test_the_job_goes_on_once(tmp_path: Path, reference: Reference, make_hosts: 
     """Its members see each other and not etcd, or are held and wake up when others have gone on for long."""
     block = {
         "membership": {"lease_ttl_s": 2, "heartbeat_timeout_s": 30, "fence_s": FENCE_S},
-        "checkpoint": {"asynchronous": False},
         "observe": {"checksums": True},
     }
     config = write_config(tmp_path, block, 4)

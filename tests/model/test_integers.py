@@ -36,7 +36,7 @@ ALIKE = 16
 
 def drawn(random: Random) -> Case:
     """Any job."""
-    stages = random.choice((2, 3, 3, 4))
+    stages = random.choice((1, 2, 3, 3, 4))
     pipelines = random.choice((1, 1, 1, 2, 2, 3))
     slices = 2 if random.random() < 0.15 else 1
     bare = pipelines > 1 and random.random() < 0.1

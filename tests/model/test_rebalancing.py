@@ -22,7 +22,7 @@ def at_rest(world: World) -> bool:
     """All members live, and have entered a plan by which all stages have replicas."""
     plan = world.plan
     entered = all(world.members[name].job.known == plan for name in plan.members)
-    whole = all(plan.shadows) and not plan.learners and not world.network.dead.intersection(plan.members)
+    whole = all(plan.shadows) and not plan.builders and not world.network.dead.intersection(plan.members)
     return whole and entered
 
 
@@ -32,7 +32,7 @@ def rebalancing(world: World) -> bool:
     if world.network.dead.intersection(plan.members):
         return False
     late = any(world.members[name].job.known != plan for name in plan.members)
-    return bool(plan.learners) or (late and plan in world.healed[-1:] and plan.lent != world.replaced.lent)
+    return bool(plan.builders) or (late and plan in world.healed[-1:] and plan.lent != world.replaced.lent)
 
 
 def computing(plan: Plan) -> set[str]:
@@ -55,7 +55,7 @@ def test_down_to_one_member_and_back_to_more_than_at_first(pipelines: int, cours
         cuts = [Cut(lost[0], random.randrange(20)), *(Cut(name, random.randrange(20), at_rest) for name in lost[1:])]
         world = World(spec, seed, tuple(cuts)).run()
         check(world)
-        assert world.killed == lost and not world.plan.unheld
+        assert world.killed == lost and not world.plan.lost_roles
         assert len(world.taken_over[-1].members) == 1
         assert max(len(computing(plan)) for plan in world.healed) > size
 
@@ -75,8 +75,8 @@ def test_a_loss_in_the_middle_of_a_rebalancing(course: int) -> None:
         world = World(spec, seed, (Cut(first, random.randrange(20)), middle) if first_too else (middle,)).run()
         check(world)
         done["lost"] += second in world.killed
-        done["survived"] += second in world.killed and not world.plan.unheld
-        done["two losses"] += len(world.killed) == 2 and not world.plan.unheld
+        done["survived"] += second in world.killed and not world.plan.lost_roles
+        done["two losses"] += len(world.killed) == 2 and not world.plan.lost_roles
     assert min(done["lost"], done["survived"], done["two losses"]) > 0, done
 
 

@@ -111,7 +111,7 @@ def check(world: World) -> None:
     """The job has ended as one that has lost nobody, or with an error on all members where it cannot."""
     spec, survivors = world.spec, world.survivors()
     changes_weights = spec.changes in ("weights", "weights once")
-    if world.plan.unheld or (changes_weights and any(member.fatal for member in survivors)):
+    if world.plan.lost_roles or (changes_weights and any(member.fatal for member in survivors)):
         # An error that one member alone has ends the job for all.
         refused = changes_weights and any(isinstance(member.fatal, UnsupportedError) for member in survivors)
         assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
@@ -182,7 +182,7 @@ def test_a_loss_at_every_cut(job: str, course: int) -> None:
         seed = 100 * course + number
         for world in every_loss(JOBS[job], seed, victim, step=3 if course else 12):
             check(world)
-            assert world.killed == [victim] and not world.plan.unheld
+            assert world.killed == [victim] and not world.plan.lost_roles
             modes.update(facts["mode"] for kind, facts in world.survivors()[0].job.events if kind == "recovered")
             told = [facts for member in world.survivors() for kind, facts in member.job.events if kind == "recovered"]
             kept += sum(facts["backwards_kept"] for facts in told)
@@ -271,7 +271,7 @@ def test_two_losses(job: str, course: int) -> None:
         cut = random.choice(cuts_of(spec, seed, first))
         world = World(spec, seed, (cut, Cut(second, random.randrange(random.choice((12, 40)))))).run()
         check(world)
-        outcomes["fatal" if world.plan.unheld else "survived"] += len(world.killed) == 2
+        outcomes["fatal" if world.plan.lost_roles else "survived"] += len(world.killed) == 2
     # Of three stages in a row no two can be lost, of four those that are no neighbours, of two pipelines more.
     assert outcomes["survived" if spec.pipelines * spec.stages > 3 else "fatal"] > 0
 
@@ -289,7 +289,7 @@ def test_owner_and_shadow_are_lost(statistics: bool, course: int) -> None:
             continue
         world = World(spec, seed, (random.choice(cuts_of(spec, 0, owner)), Cut(str(shadow), random.randrange(8)))).run()
         check(world)
-        outcomes["fatal" if world.plan.unheld else "survived"] += len(world.killed) == 2
+        outcomes["fatal" if world.plan.lost_roles else "survived"] += len(world.killed) == 2
     assert outcomes["fatal" if statistics else "survived"] > 1
 
 
@@ -321,7 +321,7 @@ def test_losses_beside_another_division(course: int) -> None:
         check(world)
         met["switched"] += world.switched
         met["lost"] += len(world.killed)
-        met["survived"] += bool(world.killed) and not world.plan.unheld
+        met["survived"] += bool(world.killed) and not world.plan.lost_roles
     assert min(met.values()) > 2, met
 
 
@@ -493,7 +493,7 @@ def test_losses_while_the_job_heals(case: str, course: int, monkeypatch: pytest.
         done["divided"] += any(plan.lent for plan in world.healed)
         done["copies"] += sum(kind == "replica_built" for m in world.survivors() for kind, _ in m.job.events)
         done["early"] += sum(member.offers.early for member in world.survivors())
-        done["interrupted"] += sum(bool(plan.immediate) for plan in world.healed)
+        done["interrupted"] += sum(plan.interrupts() for plan in world.healed)
     assert min(done["losses"], done["plans"], done["copies"], done["early"]) > 3 and (done["left"] > 0) == leaves
     assert min(done["in the interrupted iteration"], done["divided"], done["interrupted"]) > 0, done
     assert done["with the interrupted iteration"] > 0 or case != "layers keep much", done
@@ -584,7 +584,7 @@ def test_copies_go_on(course: int, monkeypatch: pytest.MonkeyPatch) -> None:
         def survives(world: World, victim: str) -> bool:
             plan = world.plan
             there = victim in plan.members and not world.network.dead & set(plan.members)
-            return there and not takeover(plan, [victim]).unheld and not world.starves([victim])
+            return there and not takeover(plan, [victim]).lost_roles and not world.starves([victim])
 
         def others_copy(world: World, victim: str = names[1]) -> bool:
             found = {(each.source[0], m.name) for m in world.survivors() for each in m.copies.constructions.values()}

@@ -185,7 +185,7 @@ def test_two_at_once_make_one_plan(start: Start) -> None:
     job.kill(etcd.pid, signal.SIGCONT)
     plan = job.wait_epoch(3, 0, 2)
     assert sorted(plan["lost"]) == sorted([job.member(0), job.member(2)])
-    assert not plan["unheld"]
+    assert not plan["lost_roles"]
     job.finish(0, 2)
     assert len(job.events("member_lost")) == 2
     assert len(job.events("plan")) == 3
@@ -252,7 +252,7 @@ def test_silent_node_loses_its_lease_and_stops_when_it_wakes(start: Start) -> No
     (after,) = (hello for hello in job.find("hello") if hello["member"].startswith("m3-"))
     assert after["agent"] == before["agent"] and after["pid"] != before["pid"]
     assert after["env"]["BAMBOO_JOINER"] == "1"
-    # At home at the end of the pipeline at which fewer are: the first one, unless the last one's has gone.
+    # Its script runs at the end of the pipeline at which fewer are: the first one, unless the last one's has gone.
     assert after["env"]["RANK"] == ("2" if victim == 2 else "0")
     for member in plan["members"]:  # the newcomer may have the rank of one of them
         job.tell_member(member, "exit 0")

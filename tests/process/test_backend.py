@@ -112,7 +112,7 @@ def reduce_through_host(member: Member) -> tuple[list[float], list[str]]:
     collectives.kind_for, groups.create_inner = lambda device: inner.NCCL, create
     try:
         tensor, group = torch.full((2,), float(dist.get_rank())), dist.new_group([0, 1, 2])
-        with member.session.through_host():
+        with member.session.attachment.through_host():
             dist.all_reduce(tensor, group=group)
         with pytest.raises(RuntimeError, match="a communicator is made"):
             dist.all_reduce(tensor, group=group)
@@ -159,14 +159,14 @@ def test_torch_knows_the_groups(trio: Cluster) -> None:
 
 def reduce_in_a_pass(member: Member) -> Any:
     alone = dist.new_group([dist.get_rank()], use_local_synchronization=True)
-    member.session.note_pass(True)
+    member.session.attachment.passing = True
     try:
         dist.all_reduce(torch.ones(1), group=alone)
         dist.all_reduce(torch.ones(1))
     except UnsupportedError as error:
         return str(error)
     finally:
-        member.session.note_pass(False)
+        member.session.attachment.passing = False
         dist.destroy_process_group(alone)
 
 
@@ -185,7 +185,7 @@ def communicate_in_a_draw(member: Member) -> Any:
         "monitoredBarrier": dist.monitored_barrier,
     }
     found = {}
-    with member.session.among_nobody(DRAW):
+    with member.session.attachment.among_nobody(DRAW):
         dist.all_reduce(torch.ones(1), group=alone)
         for name, call in calls.items():
             try:

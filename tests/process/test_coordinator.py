@@ -147,13 +147,13 @@ def test_one_that_has_just_come_does_not_trust_absence(store: Store) -> None:
 
 def test_what_concerns_others_reaches_the_leader_alone(store: Store) -> None:
     """One that becomes leader has read all before it is asked to plan; also what it was not told of before."""
-    write(store, 1, members=("a", "m9"), homes=(0, 0))
+    write(store, 1, members=("a", "m9"), script_ranks=(0, 0))
     store.put(Keys.LEADER, LeaderRecord(id="a").to_json())
     store.put(Keys.worker("a"), WorkerState(id="a", epoch=1).to_json())
     with Member(store) as one:
         one.leader.steps.get(timeout=DEADLINE_S)
         store.put(Keys.left("a"), left("a").to_json())
-        write(store, 2, members=("a", "m9"), homes=(0, 0))
+        write(store, 2, members=("a", "m9"), script_ranks=(0, 0))
         one.sees(1, 2)
         mirror = one.coordinator._mirror
         assert mirror is not None and mirror.leader == "a" and not one.leader.departed
@@ -193,7 +193,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
     member.held.clear()
     with member:
         member.sees(1)
-        write(store, 2, members=("a", "m9"), homes=(0, 0))
+        write(store, 2, members=("a", "m9"), script_ranks=(0, 0))
         write(store, 3, lost=("m9",))
         wait_until(lambda: member.coordinator._inbox._actions.qsize() >= 2, "both", DEADLINE_S)
         member.held.set()
@@ -230,7 +230,7 @@ def joiner(etcd: EtcdServer) -> Iterator[Member]:
             one.store = mine
             one.sees(1)
             one.leader.steps.get(timeout=DEADLINE_S)
-            write(mine, 2, members=("a", "m9"), homes=(0, 0))
+            write(mine, 2, members=("a", "m9"), script_ranks=(0, 0))
             write(mine, 3, lost=("m9",))
             yield one
 
@@ -460,7 +460,12 @@ def test_one_that_is_lost_and_leads_plans_what_is_lost_meanwhile(
     class Leading(LeaderDouble):
         def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> None:
             if "m9" in mirror.left and mirror.plan is not None:
-                write(store, mirror.plan.epoch + 1, members=("b",) if "a" in mirror.left else ("a", "b"), homes=(0, 0))
+                write(
+                    store,
+                    mirror.plan.epoch + 1,
+                    members=("b",) if "a" in mirror.left else ("a", "b"),
+                    script_ranks=(0, 0),
+                )
 
         def tell_takeovers(self, mirror: Mirror) -> bool:
             if "a" not in mirror.left:
@@ -470,12 +475,12 @@ def test_one_that_is_lost_and_leads_plans_what_is_lost_meanwhile(
     for name in ("a", "b"):
         store.put(Keys.member(name), record(name).to_json())
     store.put(Keys.LEADER, LeaderRecord(id="m9").to_json())
-    write(store, 1, members=("a", "b", "m9"), homes=(0, 0, 0))
+    write(store, 1, members=("a", "b", "m9"), script_ranks=(0, 0, 0))
     with store, Member(Store([etcd.url], namespace=namespace), leader=Leading()) as one:
         one.sees(1)
         one.coordinator.leave(left("m9", outcome="lost"))
         assert one.told.get(timeout=DEADLINE_S) == "ended"
-        assert Mirror(store.get_prefix(Keys.PLAN)).plan == replace(ONE, epoch=3, members=("b",), homes=(0, 0))
+        assert Mirror(store.get_prefix(Keys.PLAN)).plan == replace(ONE, epoch=3, members=("b",), script_ranks=(0, 0))
 
 
 @pytest.mark.parametrize("plans", [True, False])
@@ -500,7 +505,7 @@ def test_one_that_is_lost_and_leads_plans_that_itself(store: Store, plans: bool)
 
     store.put(Keys.member("a"), record("a").to_json())
     store.put(Keys.LEADER, LeaderRecord(id="m9").to_json())
-    write(store, 1, members=("a", "m9"), homes=(0, 0))
+    write(store, 1, members=("a", "m9"), script_ranks=(0, 0))
     with Member(store, leader=Leading()) as one:
         one.sees(1)
         one.coordinator.leave(left("m9", outcome="lost"))

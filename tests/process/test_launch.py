@@ -30,7 +30,7 @@ pytestmark = [pytest.mark.claim("reference/cli.md"), pytest.mark.integration]
 #: Several test suites may share two cores.
 DEADLINE_S = 60.0
 #: Member ``a`` is the worker, alone at first.
-ALONE = Plan(epoch=1, owners=("a",), members=("a",), homes=(0,))
+ALONE = Plan(epoch=1, owners=("a",), members=("a",), script_ranks=(0,))
 BEGIN = """
 import sys
 from datetime import timedelta
@@ -177,7 +177,7 @@ def test_end_that_meets_a_fatal_loss(begin: Begin) -> None:
     worker = begin("job.at_finish = lambda: job.enter(job.next_plan(1))")
     worker.push(ALONE)
     worker.wait_started()
-    worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), layout=Layout(1, 2), unheld=(1,)))
+    worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), layout=Layout(1, 2), lost_roles=(1,)))
     notice = worker.read(ExitNotice)
     assert notice.reason.startswith("FatalLoss: no living member holds stage 1 of pipeline 0") and not notice.failed
     assert worker.end() == (EXIT_FATAL_LOSS, "")
@@ -198,8 +198,8 @@ def test_an_epoch_is_entered_without_waiting_for_anybody(begin: Begin) -> None:
     worker.wait_started()
     silent = Listener.open("127.0.0.1")  # takes connections, and says nothing
     with silent.socket:
-        for epoch, immediate in ((2, True), (3, False), (4, True)):
-            plan = replace(ALONE, epoch=epoch, immediate=immediate, members=("b", "a"), homes=(0, 0))
+        for epoch, when in ((2, "now"), (3, "boundary"), (4, "now")):
+            plan = replace(ALONE, epoch=epoch, when=when, members=("b", "a"), script_ranks=(0, 0))
             worker.push(plan, b=str(silent.place))
         assert worker.end() == (0, "epoch 4\n"), worker.errors()
 
@@ -225,10 +225,10 @@ def test_a_plan_that_interrupts_iterations_alone(begin: Begin) -> None:
     worker.push(ALONE)
     worker.wait_started()
     for epoch in (2, 3):
-        worker.push(replace(ALONE, epoch=epoch, immediate="iteration"))
+        worker.push(replace(ALONE, epoch=epoch, when="iteration"))
     found = [worker.line() for _ in range(3)]
     assert found == ["between False\n", "begun plan of epoch 3 arrived\n", "again None\n"]
-    worker.push(replace(ALONE, epoch=4, immediate="iteration"))
+    worker.push(replace(ALONE, epoch=4, when="iteration"))
     assert worker.end() == (0, "within plan of epoch 4 arrived\n"), worker.errors()
 
 
@@ -252,7 +252,7 @@ def test_epoch_that_ended_before_it_was_attached(begin: Begin) -> None:
     )
     other = Listener.open("127.0.0.1")
     with other.socket:
-        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), homes=(0, 0)), b=str(other.place))
+        worker.push(replace(ALONE, members=("b", "a"), owners=("b",), script_ranks=(0, 0)), b=str(other.place))
         worker.wait_started()
         assert worker.line() == "at the door\n"
         worker.push(replace(ALONE, epoch=2, lost=("b",)))
@@ -269,9 +269,9 @@ def test_loss_before_the_first_epoch_is_entered(begin: Begin) -> None:
     worker = begin("")
     other = Listener.open("127.0.0.1")
     with other.socket:
-        worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), homes=(0, 1)), b=str(other.place))
+        worker.push(replace(ALONE, owners=("a", "b"), members=("a", "b"), script_ranks=(0, 1)), b=str(other.place))
         worker.read(Heartbeat)
-        worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), unheld=(1,)))
+        worker.push(replace(ALONE, epoch=2, owners=("a", "b"), lost=("b",), lost_roles=(1,)))
         notice = worker.read(ExitNotice)
         # The first when it was waiting for b, the second when it was about to.
         assert notice.reason.startswith(("EpochChanged: ", "FatalLoss: ")) and not notice.failed

@@ -89,7 +89,7 @@ class Stage:
         self.file = folder / "events.jsonl"
         self.lease = store.lease(60)
         for slot, name in enumerate(IDS):
-            store.put(Keys.member(name), member(name, slot, home=slot).to_json(), self.lease)
+            store.put(Keys.member(name), member(name, slot, script_rank=slot).to_json(), self.lease)
             store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
         store.put(Keys.LEADER, LeaderRecord(id="a").to_json(), self.lease)
         self._events = EventWriter(str(self.file))
@@ -148,7 +148,7 @@ def test_a_data_worker_that_has_come_does_not_keep_the_next_one_waiting(stage: S
     assert stage.plan().members == ("a", "b") and stage.fed == [2]
     for number in (3, 4):
         name = f"d{number}"
-        record = member(name, number, home=2, joiner=True, feeder=True)
+        record = member(name, number, script_rank=2, joiner=True, feeder=True)
         stage.store.put(Keys.member(name), record.to_json(), stage.lease)
         stage.store.put(Keys.report(name), LayoutRecord(id=name, layout=Layout(1, 3), redundant=True).to_json())
         for _ in range(2):

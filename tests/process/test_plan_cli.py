@@ -41,7 +41,7 @@ class Keyspace:
 
     def add(self, name: str, **fields: Any) -> None:
         slot = "abcdef".index(name)
-        self.put(Keys.member(name), member(name, slot, **{"host": name, "home": slot % 4, **fields}))
+        self.put(Keys.member(name), member(name, slot, **{"host": name, "script_rank": slot % 4, **fields}))
 
 
 @pytest.fixture
@@ -78,9 +78,9 @@ def test_a_running_job(keys: Keyspace) -> None:
     assert next_owners(report(*keys.arguments, "--min-gain", "0.1")) == next_owners(grown)
     keys.put(Keys.SPEC, JobRecord(job=keys.job, world_size=4, settings=JobSettings(values=block(replicas=True))))
     assert report(*keys.arguments) == expected  # nobody stands by
-    # A copy that a learner reports complete is not made again.
-    members = {"members": (*keys.plan.members, "e"), "homes": (*keys.plan.homes, 0)}
-    copying: Plan = replace(keys.plan, **members, learners=((2, "e"), (3, "b")))
+    # A copy that a builder reports complete is not made again.
+    members = {"members": (*keys.plan.members, "e"), "script_ranks": (*keys.plan.script_ranks, 0)}
+    copying: Plan = replace(keys.plan, **members, builders=((2, "e"), (3, "b")))
     keys.put(Keys.PLAN, copying)
     keys.put(Keys.worker("e"), WorkerState(id="e", epoch=copying.epoch, replicas=(2,)))
     assert [m["stage"] for m in report(*keys.arguments)["moves"]] == [3]
@@ -90,7 +90,7 @@ def test_a_running_job(keys: Keyspace) -> None:
     assert keys.store.delete(Keys.member("d"))
     gone = report(*keys.arguments)
     assert gone["lost"] == ["d"] and set(next_owners(gone)) == {"a", "b"}
-    assert gone["unheld"] == [[0, 3]], "its role had no shadow yet"
+    assert gone["lost_roles"] == [[0, 3]], "its role had no shadow yet"
     assert "role (0,3): nobody holds its state any more" in gone["reasons"]
     assert "role (0,0): taken over" not in " ".join(gone["reasons"])
 

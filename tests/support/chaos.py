@@ -47,7 +47,7 @@ except ChaosException:
 
 def record(slot: int, pid: int = 0, agent_pid: int = 0, host: str = "here", **more: Any) -> MemberRecord:
     """A member's record."""
-    return member(f"m{slot}", slot, pid=pid, agent_pid=agent_pid, host=host, home=slot, **more)
+    return member(f"m{slot}", slot, pid=pid, agent_pid=agent_pid, host=host, script_rank=slot, **more)
 
 
 @contextmanager
@@ -81,13 +81,13 @@ def settled(records: Sequence[MemberRecord], layout: Layout | None = None) -> Jo
     """A job of these members, in which nothing is left to do."""
     layout = layout or Layout(1, len(records))
     founders = records[: layout.size]
-    everybody = [Candidate(r.id, r.slot, r.host, home=r.home) for r in founders]
+    everybody = [Candidate(r.id, r.slot, r.host, script_rank=r.script_rank) for r in founders]
     plan = with_redundancy(initial_plan([r.id for r in founders]), layout, True, everybody)
     standbys = records[layout.size :]
     plan = replace(
         plan,
         members=(*plan.members, *(r.id for r in standbys)),
-        homes=(*plan.homes, *(0 for _ in standbys)),
+        script_ranks=(*plan.script_ranks, *(0 for _ in standbys)),
     )
     return at(plan, records)
 

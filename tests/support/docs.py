@@ -29,6 +29,8 @@ from bamboo_ds.observe.events import Consumed, Event, EventBase
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
+#: Commands that start members, whose options the documentation lists.
+_STARTING = {"run", "join", "launch"}
 _FENCED = re.compile(r"^ *```[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 
@@ -145,7 +147,7 @@ def options_of(command: click.Command) -> list[click.Option]:
 
 
 def options_markdown() -> str:
-    """The options of all commands: those that several commands share, by these commands, then those of each alone."""
+    """The options of the commands that start members: those that several commands share, then those of each alone."""
     shown = {
         name: [_option(each) for each in options_of(command) if not each.hidden]
         for name, command in sorted(commands().items())
@@ -156,6 +158,8 @@ def options_markdown() -> str:
             owners[option] = (*owners.get(option, ()), name)
     lines: list[str] = []
     for names in sorted(set(owners.values()), key=lambda names: (len(names) == 1, names)):
+        if not _STARTING & set(names):
+            continue
         heading = f"Of {', '.join(names)}" if len(names) > 1 else f"`bamboo {names[0]}`"
         lines += [f"### {heading}", "", *(option for option, of in owners.items() if of == names), ""]
     return "\n".join(lines)
@@ -170,8 +174,8 @@ def _option(option: click.Option) -> str:
     meaning = meaning[: told.start()] if told else meaning
     setting = re.search(r"In place of bamboo\.([\w.]+)\.$", meaning)
     meaning = f"`{setting[1]}` of the block." if setting else meaning
-    notes = [f"default: {default}"] if default else []
-    notes += [f"variable: `{option.envvar}`"] if option.envvar else []
+    notes = [default] if default else []
+    notes += [f"`{option.envvar}`"] if option.envvar else []
     return f"- {spelled}: {meaning}{' (' + '; '.join(notes) + ')' if notes else ''}"
 
 
@@ -217,19 +221,19 @@ def _field(name: str, model: type[BaseModel]) -> str:
 
 
 def _type_name(kind: Any) -> str:
-    """The JSON name of a field's type."""
+    """The JSON name of a field's type, with ``?`` where it may be null."""
     if kind is Consumed:
         return "`consumed`"
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
         return ", ".join(str(value) for value in inner)
     if origin in (Union, UnionType):
-        return " or ".join(_type_name(part) for part in inner)
+        return " or ".join(_type_name(part) for part in inner if part is not type(None)) + "?" * (type(None) in inner)
     if origin is tuple:
-        return f"[{', '.join(map(_type_name, inner))}]"
+        return f"[{','.join(map(_type_name, inner))}]"
     if origin is list:
-        return f"list of {_type_name(inner[0])}"
-    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string", type(None): "null"}
+        return f"[{_type_name(inner[0])}…]"
+    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string"}
     return names[kind]
 
 
@@ -266,11 +270,16 @@ def page_of(claim: str) -> Path:
 
 
 def claims_markdown() -> str:
-    """Which tests prove what a page claims."""
+    """Which tests prove what a page claims: the names of a folder's files in braces, as shells read them."""
     lines = []
     for claim, files in sorted(claims().items()):
         target = os.path.relpath(page_of(claim), ROOT / "docs")
-        lines.append(f"- [{claim}]({target}): {', '.join(f'`{file}`' for file in files)}")
+        names: dict[str, list[str]] = {}
+        for file in files:
+            folder, _, name = file.rpartition("test_")
+            names.setdefault(folder, []).append(name.removesuffix(".py"))
+        braced = ((folder, f"{{{','.join(own)}}}" if len(own) > 1 else own[0]) for folder, own in names.items())
+        lines.append(f"- [{claim}]({target}): {', '.join(f'`{folder}test_{own}.py`' for folder, own in braced)}")
     return "\n".join(lines)
 
 

@@ -106,7 +106,7 @@ def _install_in_layers(engine: Any, fault: dict[str, Any], folder: Path) -> None
         earlier(place)
         part = engine._parts.binding.current.share.part
         at = part.forwards if place == "~forward" else part.backwards
-        here = fault["at"] == place and fault["micro_batch"] == at and not engine._parts.progress.evaluating
+        here = fault["at"] == place and fault["micro_batch"] == at and not engine._parts.progress.operation.evaluating
         if here and _due(engine, fault) and not (folder / mark(fault)).exists():
             strike(fault, folder)
 
@@ -176,7 +176,7 @@ def _wrapped(engine: Any, handler: Callable[..., Any], fault: dict[str, Any], fo
             _due(engine, fault)
             and fault.get("micro_batch") in (None, at)
             and fault.get("stage") in (None, engine._parts.binding.current.role.stage)
-            and bool(fault.get("evaluating")) == engine._parts.progress.evaluating
+            and bool(fault.get("evaluating")) == engine._parts.progress.operation.evaluating
         )
         if here and not (folder / mark(fault)).exists():
             strike(fault, folder, flip(engine, fault) if fault.get("signal") == "flip" else "")

@@ -214,7 +214,7 @@ class World:
             self.assigned, self.restarted_after = record.generation, record.after_epoch
         elif key == Keys.STOP and plan is not None:
             stop = StopRecord.from_json(value)
-            if by not in plan.members and not plan.unheld and "failed" in stop.reason:
+            if by not in plan.members and not plan.lost_roles and "failed" in stop.reason:
                 raise Broken(f"{by} has stopped the job, which plan {plan.epoch} does not list: {stop.reason}")
 
     def _commit(self, worker: Worker) -> None:
@@ -261,7 +261,7 @@ class World:
     def _publish(self, worker: Worker, seconds: float | None, whom: int) -> None:
         """A checkpoint gets its name; the process may be stopped for ``seconds`` in the middle of that."""
         plan = worker.plan
-        if plan is None or plan.layout is None or plan.unheld or not worker.runs or worker.step == 0:
+        if plan is None or plan.layout is None or plan.lost_roles or not worker.runs or worker.step == 0:
             return
         self._ids += 1
         origin, generation = plan.lineage
@@ -509,15 +509,15 @@ class World:
         plan = self.plan
         if plan is None or len(self.hosts) > STAGES + 2:
             return False
-        if self.first or (plan.layout is None and not plan.unheld):
+        if self.first or (plan.layout is None and not plan.lost_roles):
             # Some with another number of members, who have to find that out.
             self._come((None, *[self.first] * 3, self.first + 1)[step.other % 5] if self.first else None)
             return True
         slot = next(n for n in itertools.count(STAGES) if Keys.slot(n) not in self.etcd.keys)
         self.etcd.put(Keys.slot(slot), "joiner", None, "")
-        fatal = bool(plan.unheld)
+        fatal = bool(plan.lost_roles)
         waits = {"waiting": True, "after_epoch": plan.epoch, "generation": self.assigned}
-        self._start_host(self.settings(slot, **(waits if fatal else {"home": step.other % STAGES})))
+        self._start_host(self.settings(slot, **(waits if fatal else {"script_rank": step.other % STAGES})))
         return True
 
     def _save(self, host: Host, step: Step) -> bool:
@@ -550,7 +550,7 @@ class World:
             if Keys.STOP in self.etcd.keys or (not self.first and all(party.over for party in self.parties)):
                 return
             plan = self.plan
-            if plan is None or plan.unheld or self.commits <= begin + 3 or self.committed != plan.generation:
+            if plan is None or plan.lost_roles or self.commits <= begin + 3 or self.committed != plan.generation:
                 continue
             if not self._outside(plan):
                 return

@@ -75,6 +75,16 @@ def slow_until(file: Path, pace_s: float = 0.3) -> list[str]:
     return ["--steps", "1000", "--slow-until", str(file), "--slow-s", str(pace_s), "--end-after", "10"]
 
 
+def slow_rank(folder: Path, rank: int) -> tuple[str, ...]:
+    """Arguments of :data:`TRAIN` in which forward passes of ``rank`` take five times as long as those of all others.
+
+    Its neighbours surely wait for longer than redundant passes take, and know that from the third iteration on.
+    """
+    file = folder / "slow"
+    file.write_text(f"{rank} 5")
+    return "--pause-s", "0.01", "--straggler", str(file)
+
+
 @dataclass
 class Result:
     """What a job left behind."""

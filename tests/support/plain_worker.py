@@ -46,7 +46,7 @@ def on_plan(plan: Plan) -> None:
     tell("plan", plan=json.loads(plan.to_json()))
     if channel.member not in plan.members:
         os._exit(87)
-    if plan.unheld:
+    if plan.lost_roles:
         os._exit(86)
 
 

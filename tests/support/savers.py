@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from bamboo_ds.state import writer
-from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SPARE, SaveRecord, hidden
+from bamboo_ds.state.checkpoints import PARTIAL, REMOVING, REPLACED, SaveRecord, hidden
 from bamboo_ds.state.hostcopy import HostCopy
 from bamboo_ds.state.places import CheckpointPlace
 from bamboo_ds.state.saver import CheckpointSaver
@@ -100,7 +100,7 @@ def save_all(pair: list[Member], step: int, **settings: Any) -> None:
 
 def rest(folder: Path) -> list[Path]:
     """Hidden folders that are left, but for the empty ones of saves that were given up."""
-    found = [path for kind in (PARTIAL, REPLACED, SPARE) for path in hidden(folder, kind)]
+    found = [path for kind in (PARTIAL, REPLACED) for path in hidden(folder, kind)]
     return [*found, *(path for path in hidden(folder, REMOVING) if any(path.iterdir()))]
 
 

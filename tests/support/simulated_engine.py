@@ -292,7 +292,7 @@ class Member(Parts):
             self._evaluate()
             self.script.leave()
             with self.script.inside():
-                if not self.progress.joining:
+                if not self.progress.script.joining:
                     self.takeover.run(self.end)
             self.ended = True
         except (FatalLoss, UnsupportedError) as error:
@@ -477,7 +477,9 @@ class World:
         self._planned: tuple[int, tuple[WorkerState, ...]] | None = None
         self._change: Plan | None = None
         self._records = {
-            name: MemberRecord(id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", home=n)
+            name: MemberRecord(
+                id=name, slot=n, host=name, address="h", pid=1, agent_pid=2, incarnation="x", script_rank=n
+            )
             for n, name in enumerate(names)
         }
         self._reports = {name: self._report(name) for name in names}
@@ -565,11 +567,11 @@ class World:
         started = all(member.started for member in self.members.values() if not member.job.channel.joiner)
         late = [member for member in self.survivors() if member.job.known.epoch < self.plan.epoch]
         found += [lambda m=member: m.job.push(self.plan) for member in late]
-        joining = [member for member in self.survivors() if member.progress.joining and not member.job.dismissed]
+        joining = [member for member in self.survivors() if member.progress.script.joining and not member.job.dismissed]
         found += [member.job.dismiss for member in joining if self.over()]
         if self.spec.leaves and started and self.leaving is None and self.random.random() < 0.3:
             found.append(self._leave)
-        if self.plan.unheld:
+        if self.plan.lost_roles:
             return found  # the job ends
         if any(member.fatal for member in self.survivors()):
             return [*found, self._plan_end]
@@ -606,7 +608,7 @@ class World:
     def _told(self) -> dict[str, LayoutRecord]:
         """Reports of members whose engines are built; of those that join, once they wait to be admitted."""
         joined = {name for name, record in self._records.items() if record.joiner}
-        waiting = {name for name in joined if self.members[name].progress.joining and name in self.waiting}
+        waiting = {name for name in joined if self.members[name].progress.script.joining and name in self.waiting}
         return {
             name: report
             for name, report in self._reports.items()
@@ -648,11 +650,13 @@ class World:
         """A member begins to run the script, in the place of one that is lost as long as there is one."""
         number = len(self.members) - self.layout.size - len(self.fed)
         name = f"j{number}"
-        home = self._records[self.killed[number]].home if number < len(self.killed) else number % self.layout.size
-        self._begin(name, home)
+        script_rank = (
+            self._records[self.killed[number]].script_rank if number < len(self.killed) else number % self.layout.size
+        )
+        self._begin(name, script_rank)
 
-    def _begin(self, name: str, home: int, feeder: bool = False) -> None:
-        """A worker begins to run the script as rank ``home``."""
+    def _begin(self, name: str, script_rank: int, feeder: bool = False) -> None:
+        """A worker begins to run the script as rank ``script_rank``."""
         record = MemberRecord(
             id=name,
             slot=len(self.members),
@@ -661,12 +665,12 @@ class World:
             pid=1,
             agent_pid=2,
             incarnation="x",
-            home=home,
+            script_rank=script_rank,
             joiner=True,
             feeder=feeder,
         )
         self._records[name], self.done[name] = record, []
-        member = self.members[name] = self.kind(self, name, home, self.plan, joiner=True)
+        member = self.members[name] = self.kind(self, name, script_rank, self.plan, joiner=True)
         self.turns.add(name, member.run)
 
     def answer(self, name: str, key: str) -> str:
@@ -694,7 +698,7 @@ class World:
         assert self._change is not None
         stay = set(self.plan.members) <= set(self._change.members)
         interrupts = self.long and stay and self.random.random() < 0.5
-        change = replace(self._change, immediate="iteration" if interrupts else False)
+        change = replace(self._change, when="iteration" if interrupts else False)
         self.replaced, self.plan = self.plan, change
         self.healed.append(self.plan)
 
@@ -726,7 +730,7 @@ class World:
             epoch=self.plan.epoch + 1,
             owners=tuple(owners),
             shadows=tuple(shadows),
-            immediate=False if self.at_once is None else "iteration",
+            when="boundary" if self.at_once is None else "iteration",
         )
         self.plan = replace(changed, lent=drawn_division(changed, self.random) if self.spec.lends else ())
 

@@ -135,9 +135,9 @@ class Worker:
         plan = self.newest
         if plan is None or plan.epoch <= max(self.plan.epoch if self.plan else 0, self._going):
             return
-        if self.member in plan.members and plan.unheld:
+        if self.member in plan.members and plan.lost_roles:
             self.exit(EXIT_FATAL_LOSS)
-        elif plan.immediate or (self.plan is None and self.member in plan.members):
+        elif plan.interrupts() or (self.plan is None and self.member in plan.members):
             self.enter(plan)
 
     @property
@@ -176,7 +176,7 @@ class Worker:
             self.tell(LayoutRecord(id=self.member, layout=Layout(1, STAGES), redundant=True, iterators=False))
             return
         held = [rank for rank, shadow in enumerate(plan.shadows) if shadow == self.member]
-        held += [rank for rank, learner in plan.learners if learner == self.member]
+        held += [rank for rank, builder in plan.builders if builder == self.member]
         self.tell(WorkerState(id=self.member, epoch=plan.epoch, replicas=tuple(sorted(held))))
 
     def miss(self, peers: Sequence[str]) -> None:
@@ -413,7 +413,7 @@ class Party:
             return
         self.process = SimAgent(settings, self.host)
         for rank, slot in settings.extra.items():
-            Party(self.host, replace(settings, slot=slot, home=rank, extra={}))
+            Party(self.host, replace(settings, slot=slot, script_rank=rank, extra={}))
         self.world.workers[self.process._id] = self.process._worker
 
     @property

@@ -105,6 +105,18 @@ class Group:
         return list(dict.fromkeys(plan.owners[rank] for rank in self.ranks))
 
 
+class Callers:
+    """See :class:`bamboo_ds.comm.attachment.Attachment`."""
+
+    passing = False
+
+    def acting_for(self, rank: int, answer: Any) -> Any:
+        return nullcontext()
+
+    def among_nobody(self, what: Any) -> AbstractContextManager[None]:
+        return nullcontext()
+
+
 class Session:
     """The part of a session that parts know."""
 
@@ -113,12 +125,14 @@ class Session:
     def __init__(self, member: str, world: World) -> None:
         self.member, self.network, self._world = member, world.network, world
         self.epoch = self._ended = 0
-        self.attachment: Attachment | None = None
+        self._entered: Attachment | None = None
+        #: For whom the process groups of a worker are called, which there are none of.
+        self.attachment = Callers()
 
     @property
     def current(self) -> Attachment:
-        assert self.attachment is not None
-        return self.attachment
+        assert self._entered is not None
+        return self._entered
 
     @property
     def aborted(self) -> str | None:
@@ -126,27 +140,18 @@ class Session:
 
     def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
         self._ended = max(self._ended, self.epoch if epoch is None else epoch)
-        if self.attachment is not None and self.epoch <= self._ended:
-            self.network.abort(self.attachment, reason)
+        if self._entered is not None and self.epoch <= self._ended:
+            self.network.abort(self._entered, reason)
 
     def attach(self, plan: Plan) -> None:
-        if self.attachment is not None:
-            self.network.abort(self.attachment, f"epoch {plan.epoch} follows")
+        if self._entered is not None:
+            self.network.abort(self._entered, f"epoch {plan.epoch} follows")
         self.epoch = plan.epoch
-        self.attachment = None
-        self.attachment = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
+        self._entered = None
+        self._entered = self.network.attach(plan, self.member, lambda: self._ended >= plan.epoch)
 
     def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetching:
         return Fetching(self._world, member, key)
-
-    def acting_for(self, rank: int, answer: Any) -> Any:
-        return nullcontext()
-
-    def note_pass(self, passing: bool) -> None:
-        pass
-
-    def among_nobody(self, what: Any) -> AbstractContextManager[None]:
-        return nullcontext()
 
     def confirm(self, operation: str) -> None:
         pass
@@ -188,8 +193,8 @@ class Job:
         self.world.awaited.append(self.known.epoch > after)
 
     def enter(self, plan: Plan) -> None:
-        if plan.unheld:
-            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.unheld)]
+        if plan.lost_roles:
+            stages = [(role.pipeline, role.stage) for role in map(plan.world.role, plan.lost_roles)]
             raise FatalLoss(stages, plan.lost, None)
         if self.dismissed or self.session.member not in plan.members:
             raise Left(f"{self.session.member} has left")
@@ -204,7 +209,7 @@ class Job:
         def there() -> bool:
             if self.dismissed:
                 return True
-            if waits and not self.known.unheld:
+            if waits and not self.known.lost_roles:
                 return self.session.member in self.known.members
             return self.known.epoch > after
 
@@ -217,7 +222,7 @@ class Job:
         self._heed()
 
     def _heed(self) -> None:
-        interrupts = self._iterating if self.known.immediate == "iteration" else self.known.immediate
+        interrupts = self.known.interrupts(self._iterating)
         if interrupts and self.known.epoch > self.session.epoch:
             self.session.abort(f"plan of epoch {self.known.epoch} arrived", epoch=self.known.epoch - 1)
 

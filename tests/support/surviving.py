@@ -33,17 +33,18 @@ def survive(
     script: Path = TRAIN,
     healing: bool = False,
     checked: bool = False,
+    pace: tuple[str, ...] = (),
     **config: Any,
 ) -> Result:
     """Run ``script`` with ``faults`` and compare with the undisturbed run: stock DeepSpeed's, or ours with ``own``.
 
     With ``healing`` each fault waits until redundancy has healed, and the job ends soon after the last one. With
-    ``checked`` the first steps are checked as they are by default; the faults strike after them.
+    ``checked`` the first steps are checked as they are by default; the faults strike after them. ``pace`` are arguments
+    that only make passes longer: the undisturbed run has none of them.
     """
-    pace: list[str] = []
     if healing:
         faults = in_turn(*faults)
-        pace = slow_until(folder / mark(faults[-1]), 0.1)
+        pace = (*pace, *slow_until(folder / mark(faults[-1]), 0.1))
     elif "--steps" not in arguments:
         arguments = ("--steps", str(STEPS), *arguments)
     block = {"redundancy": {"verify_every": 2, **({"check_exact": None} if checked else {})}, **(bamboo or {})}

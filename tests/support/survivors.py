@@ -28,30 +28,12 @@ SURVIVORS: dict[str, dict[str, str]] = {
     },
     "settling._Settling.given": {
         (
-            "kept = self._held[index].given if now.backwards >= self.parts[index].backwards else 0 -> kept = "
-            "self._held[index].given if now.backwards >= self.parts[index].backwards else -1"
+            "kept = self.parts[index].given if now.backwards >= self.parts[index].backwards else 0 -> kept = "
+            "self.parts[index].given if now.backwards >= self.parts[index].backwards else -1"
         ): "counters are not negative, and it takes the larger one",
     },
     "settling._Settling.place": {
         "now = self.now(0) -> now = self.now(-1)": "stages of slices are not divided: the only part is the last one",
-    },
-    "progress.RoleProgress.__post_init__": {
-        (
-            "PartProgress(0, self.forwards, self.backwards, self.since) -> PartProgress(-1, self.forwards, "
-            "self.backwards, self.since)"
-        ): "only counters are checked",
-        (
-            "PartProgress(0, self.forwards, self.backwards, self.since) -> PartProgress(1, self.forwards, "
-            "self.backwards, self.since)"
-        ): "only counters are checked",
-    },
-    "progress.RoleProgress.at": {
-        (
-            "return replace(self, forwards=front.forwards, backwards=front.backwards, since=front.since, "
-            "rear=rear[0] if rear else None, reduced=reduced, held=()) -> return replace(self, "
-            "forwards=front.forwards, backwards=front.backwards, since=front.since, rear=rear[-1] if rear "
-            "else None, reduced=reduced, held=())"
-        ): "there is one rear part at most",
     },
     "progress.finished": {
         (

@@ -186,7 +186,7 @@ class SyntheticJob:
             layout=Layout(self.pipelines, self.stages, sharded=True, blocks=(BLOCKS,) * self.stages),
             shadows=tuple(self.shadows),
             lent=tuple(Lent(rank, behind, "front") for rank, _, behind in self.lent),
-            learners=self.copies,
+            builders=self.copies,
         )
         return Overview(leader=self.members[0], members=tuple(known), plan=plan, step=self._step)
 

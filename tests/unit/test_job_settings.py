@@ -72,7 +72,7 @@ def test_an_option_is_made_from_its_setting(name: str, text: str, value: object,
 def test_agent_and_worker_get_the_settings_with_what_the_command_line_gives() -> None:
     own = parse_block({"membership": {"lease_ttl_s": 9, "settle_ms": 3}, "redundancy": {"mode": "none"}})
     resolved = JobSettings.resolve(own, {"lease_ttl_s": 1.5, "max_restarts": None})
-    told = replace(agent(zone="z", slot=3, home=2, extra={5: 7}), settings=resolved)
+    told = replace(agent(zone="z", slot=3, script_rank=2, extra={5: 7}), settings=resolved)
     again = settings_told(told.environment({}))
     assert again == told
     membership = again.bamboo.membership

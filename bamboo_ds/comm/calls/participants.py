@@ -64,10 +64,10 @@ def founding(plan: Plan, ranks: Sequence[int], of_rank: Mapping[int, str]) -> Pa
 
 def surviving(plan: Plan, ranks: Sequence[int], absent: Collection[str] = ()) -> Participants:
     """The processes that run as ``ranks``; none in ``absent`` takes part."""
-    callers = {m: h for m, h in zip(plan.members, plan.homes, strict=True) if h in ranks and m not in absent}
+    callers = {m: h for m, h in zip(plan.members, plan.script_ranks, strict=True) if h in ranks and m not in absent}
     first: dict[int, str] = {}
-    for member, home in callers.items():
-        first.setdefault(home, member)
+    for member, script_rank in callers.items():
+        first.setdefault(script_rank, member)
     members = tuple(callers)
 
     def stands_in(rank: int) -> str:

@@ -59,7 +59,7 @@ def make_coordinator(
         settings=settings.settings,
         display=JobPage(settings, member, store, loop) if settings.bamboo.observe.http is not None else None,
     )
-    if settings.slot == 0 and settings.home is None and not settings.waiting:
+    if settings.slot == 0 and settings.script_rank is None and not settings.waiting:
         coordinator.write(Keys.SPEC, settings.record(settings.world_size, settings.pipelines))
     return coordinator
 
@@ -83,7 +83,7 @@ def member_record(settings: AgentSettings, member: str, pid: int, place: str) ->
         agent_started=None if settings.waiting else started(os.getpid()),
         process_space="" if settings.waiting else process_space(),
         incarnation=member.rpartition("-")[2],
-        home=settings.rank,
+        script_rank=settings.rank,
         joiner=settings.joins and not settings.waiting,
         feeder=settings.feeder,
         state="waiting" if settings.waiting else "running",

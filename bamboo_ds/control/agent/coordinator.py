@@ -326,7 +326,7 @@ class Coordinator:
         if (leave := mirror.get(Keys.leave(self._id), LeaveRecord)) is not None:
             self._leave.tell(leave)
         self._attend_neighbours(mirror)
-        if plan is not None and member.standing is Standing.UNSURE and not plan.unheld:
+        if plan is not None and member.standing is Standing.UNSURE and not plan.lost_roles:
             self._check_seen(plan)
         if member.standing is Standing.FENCED:
             if self._display is not None:
@@ -381,7 +381,7 @@ class Coordinator:
         """What a member does that does not take part yet."""
         if self._membership.joins:
             self._peers.tell(peers(mirror, plan))
-        whole = not plan.unheld and mirror.members.keys() >= set(plan.members)
+        whole = not plan.lost_roles and mirror.members.keys() >= set(plan.members)
         if self._membership.standing is Standing.WAITING and whole:
             self._whole.tell(plan)
         # Where all that took part have gone one that does not has the leadership, and knows.

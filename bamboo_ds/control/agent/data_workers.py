@@ -1,4 +1,4 @@
-"""Workers that an agent starts only to draw batches, for a pipeline at whose ends nobody else is at home."""
+"""Workers that an agent starts only to draw batches, for a pipeline at whose ends no other script runs."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ class DataWorkers:
     def start(self, own: AgentSettings, slot: int, rank: int) -> None:
         """Start a worker in a slot of its own that joins as ``rank``; ``own``: of the agent that starts it."""
         logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
-        self._start(dataclasses.replace(own, slot=slot, home=rank, generation=None))
+        self._start(dataclasses.replace(own, slot=slot, script_rank=rank, generation=None))
 
     def start_extra(self, own: AgentSettings) -> None:
         """Start the workers that a restart wants besides the agent's own; they give their roles to others soon."""
         for rank, slot in own.extra.items():
             logger.warning("starting a worker for rank %d as well: there are too few members", rank)
-            self._start(dataclasses.replace(own, slot=slot, home=rank))
+            self._start(dataclasses.replace(own, slot=slot, script_rank=rank))
 
     def _start(self, settings: AgentSettings) -> None:
         settings = dataclasses.replace(

@@ -27,6 +27,6 @@ def followed(membership: Membership, plan: Plan | None, leads: bool) -> tuple[st
     waits = me.state == "waiting"
     if not membership.takes_part and not waits:
         more.append(Keys.WORKERS)  # where it learns what the job has done
-    if me.state == "leaving" or (waits and plan is not None and not plan.unheld):
+    if me.state == "leaving" or (waits and plan is not None and not plan.lost_roles):
         more.append(Keys.MEMBERS)  # whether another one can lead; whether the job is whole
     return (*_OF_ALL, Keys.leave(me.id), Keys.asked(me.id), *more)

@@ -52,7 +52,7 @@ def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
     plan = mirror.plan
     if plan is None or mirror.job is None or is_over(mirror):
         return "over"
-    if plan.unheld:
+    if plan.lost_roles:
         return "open" if restarts else "over"
     alive = any(other in mirror.members for other in plan.members)
     return "open" if alive and plan.layout is not None and member not in plan.members else "not yet"

@@ -157,7 +157,7 @@ class Slot:
         listed = self._member in plan.members
         # A member that was admitted without learning it has nothing that others could have taken over.
         concerned = listed or not self.admitted or (not self._listed and self._member not in plan.lost)
-        if plan.unheld and concerned:
+        if plan.lost_roles and concerned:
             # A stage is lost. Workers that take part stop by themselves, others have nothing left to join.
             self.fatal = plan.epoch
             return EndWorker(_FATAL_GRACE_S, ask=False) if listed else EndWorker(self.settings.grace_s)
@@ -169,7 +169,7 @@ class Slot:
         if not self.admitted or listed or self.evicted:
             return None
         # A plan for the next boundary lets the worker go there; after any other it is late already.
-        late = bool(plan.immediate) or plan.epoch > self._listed + 1
+        late = plan.interrupts() or plan.epoch > self._listed + 1
         if (self._reason is not None or self.settings.feeder) and self._member not in plan.lost:
             self.dropped = True
             logger.info("the plan of epoch %d goes on without this member", plan.epoch)
@@ -340,7 +340,7 @@ class Slot:
         found = replace(
             settings,
             waiting=False,
-            home=ranks[0],
+            script_rank=ranks[0],
             generation=restart.generation,
             after_epoch=restart.after_epoch,
             restart_from=restart.checkpoint,
@@ -350,7 +350,7 @@ class Slot:
 
     def note_plan_without(self, plan: Plan) -> None:
         """The job has started without this slot, which rejoins it; a plan that is fatal, too, changes nothing."""
-        if self.state is State.WAITING and not plan.unheld and plan.layout is not None:
+        if self.state is State.WAITING and not plan.lost_roles and plan.layout is not None:
             logger.info("the job has started without slot %d, which joins it", self.settings.slot)
             self._go(State.REJOINING)
 

@@ -1,23 +1,60 @@
-"""The timeline of a worker, which the worker records in memory and its agent writes to a file."""
+"""The timeline of a worker, which writes spans into a pipe and its agent those that are wanted to a file."""
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Collection, Mapping
 
-from ...observe.ring import ENV_FD, SpanRing
-from ...observe.spans import Span, SpanFile, path_for
+from ...observe.span_pipe import ENV_FD, SpanReader
+from ...observe.spans import PAUSES, Kind, Span, SpanFile, path_for
 
 logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: Spans that are written at once: the agent must not be kept from its worker.
 _AT_ONCE = 2000
-#: Of a worker that is lost the spans of so many iterations are kept.
-_LAST_STEPS = 3
+#: Iterations that are wanted before a disturbed one.
+BEFORE = 2
+#: Spans that are held at most until it is known whether they are wanted.
+_HELD = 2**14
+
+
+class AroundLosses:
+    """Chooses the spans around losses and changes of plan: that iteration, two before and one after it.
+
+    A pause (:data:`~bamboo_ds.observe.spans.PAUSES`) tells of such a change. Spans are held until the iteration after
+    it is done, so that nothing is written while members recover; the newest 16,384 of them at most.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[Span] = deque(maxlen=_HELD)
+        self._wanted = False  # those that are held
+        self._disturbed = False  # the iteration under way
+
+    def add(self, span: Span) -> Collection[Span]:
+        """Take the next span in the order of their ends; returns those to write now."""
+        if not self._wanted:
+            while self._held and self._held[0].step < span.step - BEFORE:
+                self._held.popleft()
+        self._held.append(span)
+        if span.kind in PAUSES:
+            self._wanted = self._disturbed = True
+        elif span.kind is Kind.ITERATION:
+            if not self._disturbed:
+                return self.end(lost=False)
+            self._disturbed = False
+        return ()
+
+    def end(self, lost: bool) -> Collection[Span]:
+        """Those to write if there are no more; of a ``lost`` worker these are at least its last three iterations."""
+        if not (self._wanted or lost):
+            return ()
+        wanted, self._held, self._wanted = self._held, deque(maxlen=_HELD), False
+        return wanted
 
 
 class TimelineWriter:
-    """Writes the spans that the worker has said are wanted (``observe.timeline``) beside the job's events.
+    """Writes the spans that are wanted by the worker's ``observe.timeline`` beside the job's events.
 
     A failure is logged once, and nothing is written from then on; the worker never hears of it.
 
@@ -27,68 +64,63 @@ class TimelineWriter:
     """
 
     def __init__(self, events: str | None, job: str, member: str, rank: int) -> None:
-        self._ring: SpanRing | None = None
-        if events is None:
-            return
-        self._file = SpanFile(path_for(events, member), job, member, rank)
-        try:
-            self._ring = SpanRing.create()
-        except (OSError, AttributeError) as error:  # some builds of Python lack memfd_create
-            self._tell(error)
+        self._around_losses = AroundLosses()
+        self._due: deque[Span] = deque()
+        self._file: SpanFile | None = None
+        self._pipe: SpanReader | None = None
+        if events is not None:
+            self._file = SpanFile(path_for(events, member), job, member, rank)
+            self._pipe = SpanReader()
 
     @property
     def fds(self) -> Collection[int]:
         """What the worker inherits."""
-        return () if self._ring is None else (self._ring.fd,)
+        return () if self._pipe is None else (self._pipe.writing,)
 
     @property
     def environment(self) -> Mapping[str, str]:
         """What the worker's environment says of it."""
-        return {} if self._ring is None else {ENV_FD: str(self._ring.fd)}
+        return {} if self._pipe is None else {ENV_FD: str(self._pipe.writing)}
 
     def write(self) -> None:
         """Write what is wanted by now, or the first part of it."""
-        if self._ring is not None:
-            begin, end = self._ring.wanted()
-            self._write(begin, min(end, begin + _AT_ONCE))
+        if not self._due:  # until then the rest waits in the pipe
+            self._read()
+        self._write(_AT_ONCE)
 
     def end(self, lost: bool) -> None:
         """The worker has ended: write the rest, and its last iterations if it was ``lost``. Idempotent."""
-        if self._ring is None:
+        if self._pipe is None:
             return
-        self._write(*self._ring.wanted(ended=True))
-        if self._ring is not None and lost and self._ring.mode == "losses":
-            self._write(self._ring.done, self._ring.written, _LAST_STEPS)
-        if self._ring is not None:
-            self._stop()
+        self._read()
+        self._due += self._around_losses.end(lost)
+        self._write(len(self._due))
+        self._pipe.close()
+        self._pipe = None
+        if self._file is not None:
+            self._file.close()
 
-    def _write(self, begin: int, end: int, last_steps: int | None = None) -> None:
-        """Write records ``begin`` to ``end``; if ``last_steps`` is given, only those of so many iterations."""
-        if begin >= end or self._ring is None:
+    def _read(self) -> None:
+        """Read the pipe, and choose what is wanted of it."""
+        if self._pipe is None or self._file is None:
             return
-        spans, missed = self._ring.read(begin, end)
-        self._ring.done = end
-        if last_steps is not None:
-            spans = _newest(spans, last_steps)
-        elif missed:
-            logger.warning("the timeline lacks %d spans: newer ones came before they were written", missed)
+        spans = self._pipe.read()
+        if self._pipe.missing:
+            logger.warning("the timeline lacks %d spans: they came faster than they were read", self._pipe.missing)
+        if self._pipe.all:
+            self._due += spans
+        else:
+            for span in spans:
+                self._due += self._around_losses.add(span)
+
+    def _write(self, count: int) -> None:
+        """Write the first ``count`` of the spans that are due."""
+        if self._file is None:
+            return
+        spans = [self._due.popleft() for _ in range(min(count, len(self._due)))]
         try:
             self._file.write(spans)
         except OSError as error:
-            self._tell(error)
-            self._stop()
-
-    def _stop(self) -> None:
-        assert self._ring is not None
-        self._ring.close()
-        self._ring = None
-        self._file.close()
-
-    def _tell(self, error: Exception) -> None:
-        logger.warning("there is no timeline of this member from now on: %s", error)
-
-
-def _newest(spans: list[Span], steps: int) -> list[Span]:
-    """Those of the last ``steps`` iterations."""
-    first = spans[-1].step - steps + 1 if spans else 0
-    return [span for span in spans if span.step >= first]
+            logger.warning("there is no timeline of this member from now on: %s", error)
+            self._file.close()
+            self._file = None

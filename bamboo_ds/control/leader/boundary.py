@@ -1,6 +1,6 @@
 """Changes of the plan that no loss asks for: healing, admission, rebalancing, leaving. Pure.
 
-What the planner wants is reached in two steps. First the same owners and shadows with *learners*, which copy the state
+What the planner wants is reached in two steps. First the same owners and shadows with *builders*, which copy the state
 that the planner wants them to have while training goes on. When all of them are ready, the plan itself: an exchange of
 names between members that hold the state already. No step is written before all workers have entered the one before
 it, so a worker never has to skip one. They enter it at a boundary between two operations; in the middle of an iteration
@@ -23,10 +23,10 @@ from ...topology import (
     Policy,
     Room,
     StageMemory,
+    builders_for,
     divided,
     explain,
     holders_of,
-    learners_for,
     moves,
     predicted_s,
     settled,
@@ -80,18 +80,18 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     missing = moves(plan, target, holders)
     if not missing:
         same = _duties(target) == _duties(plan)
-        if same and not plan.learners:
+        if same and not plan.builders:
             return None
         return WritePlan(_in_time(view, plan, target), _reason(plan, target, candidates))
     rushed = handover(view, plan, candidates, holders)
     if rushed is not None:
         return WritePlan(rushed, "short of time: " + _reason(plan, rushed, candidates))
-    learners = tuple(sorted(learners_for(plan, target)))
-    if learners == tuple(sorted(plan.learners)) and not joined:
+    builders = tuple(sorted(builders_for(plan, target)))
+    if builders == tuple(sorted(plan.builders)) and not joined:
         return None
     members = tuple(c.id for c in candidates)
     room = Room(plan, candidates)
-    shadows = tuple(while_copying(plan, target, learners, room))
+    shadows = tuple(while_copying(plan, target, builders, room))
     meanwhile = replace(plan, shadows=shadows, parked=tuple(room.waiting(plan.owners, shadows)))
     learning = replace(
         meanwhile,
@@ -99,9 +99,9 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
         lent=divided(meanwhile, Costs(), plan.cuts, policy.min_gain),
         epoch=plan.epoch + 1,
         members=members,
-        homes=tuple(c.home for c in candidates),
-        learners=learners,
-        immediate=False,
+        script_ranks=tuple(c.script_rank for c in candidates),
+        builders=builders,
+        when="boundary",
         lost=(),
     )
     return WritePlan(_in_time(view, plan, _able(view, learning)), _reason(plan, target, candidates))
@@ -115,13 +115,13 @@ def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
     first wait all the same, and so do members that have yet to be admitted.
     """
     candidates = [each for each in _candidates(view, plan) if each.id in plan.members]
-    if plan.unheld or len(candidates) < len(plan.members):
+    if plan.lost_roles or len(candidates) < len(plan.members):
         return plan
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = best_plan(plan, candidates, policy=policy, holders=holders)
-    learners = tuple(sorted(learners_for(plan, target)))
-    crowded = tuple(while_copying(plan, target, learners, Room(plan, candidates))) != plan.shadows
-    return plan if crowded else replace(plan, learners=learners)
+    builders = tuple(sorted(builders_for(plan, target)))
+    crowded = tuple(while_copying(plan, target, builders, Room(plan, candidates))) != plan.shadows
+    return plan if crowded else replace(plan, builders=builders)
 
 
 def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
@@ -135,14 +135,14 @@ def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
     if max(state.iteration_s for state in states) < LONG_S or not set(plan.members) <= set(change.members):
         return change
     alike = _duties(replace(change, lent=plan.lent, parked=plan.parked)) == _duties(plan)
-    if alike and change.learners == plan.learners:
+    if alike and change.builders == plan.builders:
         return change
     pairs = zip(plan.owners, change.owners, strict=True)
     moved = {rank for rank, (before, after) in enumerate(pairs) if before != after}
     now = replace(change, lent=tuple(each for each in change.lent if each.rank not in moved))
     often = all(0 < view.workers[plan.owners[rank]].sums_share <= _OFTEN for rank in moved)
     shorter = predicted_s(now, Costs()) <= _SHORTER * predicted_s(plan, Costs())
-    return replace(now, immediate="iteration") if not moved or (often and shorter) else change
+    return replace(now, when="iteration") if not moved or (often and shorter) else change
 
 
 def _able(view: View, plan: Plan) -> Plan:
@@ -215,7 +215,7 @@ def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Can
     drawing = needed(view, plan, candidates) | feeding(view, plan, candidates)
     staying = drawing.union(target.members)
     kept = [c for c in candidates if c.id in staying]
-    return replace(target, members=tuple(c.id for c in kept), homes=tuple(c.home for c in kept))
+    return replace(target, members=tuple(c.id for c in kept), script_ranks=tuple(c.script_rank for c in kept))
 
 
 def _reason(plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> str:

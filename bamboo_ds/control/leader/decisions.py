@@ -71,7 +71,7 @@ class Decider:
             return StopJob(given_up[0].code, given_up[1])
         if view.plan is None:
             return self._start(view)
-        if view.plan.unheld:
+        if view.plan.lost_roles:
             return self._restarts.next(view, view.plan, now) if self._restarts else Wait()
         for departure in view.left.values():
             if departure.outcome == "fatal" and departure.id in view.plan.members:
@@ -85,13 +85,15 @@ class Decider:
         for departure in view.left.values():
             if departure.outcome != "finished":
                 return _stop_after(departure, "was lost before the job had started")
-        workers = {member.home: member.id for member in in_slot_order(view.members.values()) if not member.joiner}
+        workers = {
+            member.script_rank: member.id for member in in_slot_order(view.members.values()) if not member.joiner
+        }
         if len(workers) < view.world_size:
             return Wait()
         return WritePlan(initial_plan([workers[rank] for rank in sorted(workers)]), "all members are there")
 
     def _keep(self, view: View, plan: Plan, now: float) -> Action:
-        self._feeders.update((r.id, r.home) for r in view.members.values() if r.feeder and r.joiner)
+        self._feeders.update((r.id, r.script_rank) for r in view.members.values() if r.feeder and r.joiner)
         absent = [m for m in plan.members if m not in view.members and not view.finished(m)] + vanished(view, plan)
         sure = [m for m in absent if m in view.left or now >= view.trusted_from]
         if sure:
@@ -106,7 +108,7 @@ class Decider:
             until = view.trusted_from if action.until is None else min(view.trusted_from, action.until)
             return Wait(until)
         if action == Wait() and plan.layout is not None and not self._is_calm(view):
-            ends = [at for at in drawing_ends(view, plan) if not set(at).intersection(plan.homes)]
+            ends = [at for at in drawing_ends(view, plan) if not set(at).intersection(plan.script_ranks)]
             if ends:
                 return self._feed(view, plan, ends)
             change = next_change(view, plan, self._policy(view, plan))
@@ -205,7 +207,9 @@ class Decider:
                 "a worker that joins cannot replay what the script computes with an engine without a "
                 '"bamboo" block, or does to its stage between two steps'
             )
-        left = [view.left[each] for each, home in self._feeders.items() if home in at and each in view.left]
+        left = [
+            view.left[each] for each, script_rank in self._feeders.items() if script_rank in at and each in view.left
+        ]
         begun = [record for record in left if record.step is None and record.reason == "exit"]
         ended = sorted(record.id for record in begun if record.outcome == "finished")
         if ended:
@@ -286,7 +290,7 @@ class Decider:
         times -= at > plan.epoch  # that one was never written
         if times < _RECONNECTIONS:
             self._reconnected[pair] = times + 1, plan.epoch + 1
-            new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), immediate=True)
+            new_plan = replace(plan, epoch=plan.epoch + 1, lost=(), when="now")
             return WritePlan(new_plan, f"{by} cannot reach {accused}, which is alive")
         loser, winner = sorted(pair, key=self._cost_in(view, plan))
         return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
@@ -320,7 +324,7 @@ class Decider:
         members = view.candidates(plan).values()
 
         def cost(member: str) -> tuple[int, int, int]:
-            fatal = len(takeover(plan, {member}, holders, members).unheld)
+            fatal = len(takeover(plan, {member}, holders, members).lost_roles)
             return fatal, plan.owners.count(member), -view.members[member].slot
 
         return cost
@@ -336,30 +340,30 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
 
 
 def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
-    """Admit a member at home at one of ``ends``, at once: nobody comes to a boundary without its batches."""
+    """Admit a member whose script runs at one of ``ends``, at once: nobody comes to a boundary without its batches."""
     coming = [r for r in in_slot_order(view.members.values()) if comes(view, plan, r)]
     for ready in coming:
-        if ready.id in view.reports and any(ready.home in at for at in ends):
+        if ready.id in view.reports and any(ready.script_rank in at for at in ends):
             new_plan = replace(
                 plan,
                 epoch=plan.epoch + 1,
                 members=(*plan.members, ready.id),
-                homes=(*plan.homes, ready.home),
+                script_ranks=(*plan.script_ranks, ready.script_rank),
                 lost=(),
-                immediate=True,
+                when="now",
             )
-            return WritePlan(new_plan, f"{ready.id} draws the batches of rank {ready.home}")
-    homes = {record.home for record in coming}
-    ranks = tuple(at[-1] for at in ends if homes.isdisjoint(at))
+            return WritePlan(new_plan, f"{ready.id} draws the batches of rank {ready.script_rank}")
+    script_ranks = {record.script_rank for record in coming}
+    ranks = tuple(at[-1] for at in ends if script_ranks.isdisjoint(at))
     return StartDataWorkers(ranks) if ranks else Wait()
 
 
 def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:
-    """What stages take, as the members at home in them have told; empty if not all have."""
+    """What stages take, as the members whose scripts run as them have reported; empty if not all have."""
     told: dict[int, list[StageMemory]] = {}
     for report in reports:
         if report.stage is not None:
-            told.setdefault(layout.role(plan.home(report.id)).stage, []).append(report.stage)
+            told.setdefault(layout.role(plan.script_rank(report.id)).stage, []).append(report.stage)
     if len(told) < layout.stages:
         return ()
     return tuple(max(told[stage], key=lambda each: each.replica) for stage in range(layout.stages))
@@ -368,7 +372,7 @@ def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) ->
 def _takes_part(departure: LeftRecord, view: View) -> bool:
     """Whether it is the job's worker that has ended, and not one that the job goes on without."""
     plan, restart = view.plan, view.restart
-    starting = plan is None or (plan.unheld and restart is not None and departure.generation == restart.generation)
+    starting = plan is None or (plan.lost_roles and restart is not None and departure.generation == restart.generation)
     return starting or (plan is not None and departure.id in plan.members)
 
 
@@ -380,12 +384,12 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
 
 def _stop_without(departure: LeftRecord, by: str, plan: Plan) -> StopJob:
     """End a job in which ``by`` needs a member that has ended as if it had finished."""
-    homes = dict(zip(plan.members, plan.homes, strict=True))
+    script_ranks = dict(zip(plan.members, plan.script_ranks, strict=True))
     told = f"has ended with exit code 0 (the newest step that it told: {departure.step})"
     return StopJob(
         1,
-        f"the process of rank {homes[departure.id]} ({departure.id}) {told}, while rank {homes[by]} goes on. The "
-        "scripts of all ranks must end after the same step",
+        f"the process of rank {script_ranks[departure.id]} ({departure.id}) {told}, while rank {script_ranks[by]} goes "
+        "on. The scripts of all ranks must end after the same step",
     )
 
 

@@ -82,7 +82,7 @@ def needed(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozenset
     """Members that leave but must stay as long as they can: the last ones that draw the batches of some end."""
     gone, kept = going(view, plan), set()
     for at in drawing_ends(view, plan):
-        sources = [c for c in candidates if c.home in at]
+        sources = [c for c in candidates if c.script_rank in at]
         leaving = [c for c in sources if c.id in gone and c.id in plan.members]
         if leaving and len(leaving) == len(sources):
             kept.add(min(leaving, key=lambda c: (c.id in view.near_deadline, c.slot)).id)
@@ -93,7 +93,7 @@ def feeding(view: View, plan: Plan, candidates: Sequence[Candidate]) -> frozense
     """Members that are there only for the batches of some pipeline, which nobody else draws who stays."""
     gone, kept = going(view, plan), set()
     for at in drawing_ends(view, plan):
-        staying = [c for c in candidates if c.home in at and c.id not in gone]
+        staying = [c for c in candidates if c.script_rank in at and c.id not in gone]
         feeders = [c for c in staying if view.members[c.id].feeder]
         if feeders and len(feeders) == len(staying):
             kept.add(min(feeders, key=lambda c: c.slot).id)
@@ -111,7 +111,7 @@ def wanted_feeder(view: View, plan: Plan) -> int | None:
         return None  # it could not replay what all ranks have computed together
     gone, inside = going(view, plan), set(plan.members)
     for at in drawing_ends(view, plan):
-        able = [r for r in view.members.values() if r.home in at and (r.id in inside or r.joiner)]
+        able = [r for r in view.members.values() if r.script_rank in at and (r.id in inside or r.joiner)]
         if able and all(r.id in gone or r.state == "leaving" for r in able) and not gone.isdisjoint(r.id for r in able):
             return at[-1]
     return None
@@ -132,14 +132,16 @@ def handover(
         attempt = takeover(plan, {*leaving, member}, holders, candidates)
         changes = zip(plan.owners, attempt.owners, strict=True)
         held = all(new == old or new in holders.get(rank, ()) for rank, (old, new) in enumerate(changes))
-        if held and not attempt.unheld:
+        if held and not attempt.lost_roles:
             leaving.append(member)
             moved = attempt
     if moved is None:
         return None
-    pairs = zip(plan.members, plan.homes, strict=True)
-    stay = [(member, home) for member, home in pairs if member not in leaving or member in kept]
-    moved = replace(moved, members=tuple(m for m, _ in stay), homes=tuple(h for _, h in stay), lost=(), immediate=False)
+    pairs = zip(plan.members, plan.script_ranks, strict=True)
+    stay = [(member, script_rank) for member, script_rank in pairs if member not in leaving or member in kept]
+    moved = replace(
+        moved, members=tuple(m for m, _ in stay), script_ranks=tuple(h for _, h in stay), lost=(), when="boundary"
+    )
     same = (moved.owners, moved.shadows, moved.members) == (plan.owners, plan.shadows, plan.members)
     return None if same else moved
 
@@ -150,7 +152,7 @@ def vanished(view: View, plan: Plan) -> list[str]:
     The others still need them where they are, so they must not wait for the boundary.
     """
     entered, inside = [view.workers[m].epoch for m in plan.members if m in view.workers], set(plan.members)
-    if plan.immediate or not entered or min(entered) == plan.epoch:
+    if plan.interrupts() or not entered or min(entered) == plan.epoch:
         return []
     first = min(entered)
     return [

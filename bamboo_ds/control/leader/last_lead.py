@@ -23,7 +23,7 @@ def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted
         When to look again at the latest; ``None`` if there is nothing to do for it, or not any more.
     """
     plan, left = mirror.plan, mirror.left
-    if plan is None or plan.unheld or mirror.leader != member:
+    if plan is None or plan.lost_roles or mirror.leader != member:
         return None
     if mirror.members.keys().isdisjoint(set(plan.members) - {member}):
         return None  # nobody is left for whom to plan

@@ -153,7 +153,7 @@ class Leader:
         self._tell_last(view)
         for member in view.plan.members if view.plan is not None else ():
             if member in view.members and view.members[member].feeder:
-                self._fed.pop(view.members[member].home, None)  # the next one is for another need
+                self._fed.pop(view.members[member].script_rank, None)  # the next one is for another need
         action = self._decider.decide(view, now)
         if isinstance(action, Wait):
             if action.reason is not None and action.reason != self._told:
@@ -209,15 +209,18 @@ class Leader:
         now = self._clock()
         begun, slot = self._fed.get(rank, (-math.inf, None))
         if now >= begun + _FEEDER_S or any(departure.slot == slot for departure in mirror.left.values()):
-            first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
-            begun, slot = now, claim_slot(self._store, first)
+            begun, slot = now, claim_slot(self._store, self._new_slot(mirror))
             self._fed[rank] = begun, slot
             self._on_feed(slot, rank)
         return begun + _FEEDER_S
 
+    def _new_slot(self, mirror: Mirror) -> int:
+        """The first one behind those of the job and of all members."""
+        return max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+
     def _assign(self, record: RestartRecord, mirror: Mirror) -> None:
         """Have the workers started again."""
-        first = max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
+        first = self._new_slot(mirror)
         extra = {rank: claim_slot(self._store, first) for ranks in record.ranks.values() for rank in ranks[1:]}
         record = record.model_copy(update={"extra": extra})
         if not self._store.compare_and_swap(Keys.RESTART, mirror.revision(Keys.RESTART), record.to_json()):
@@ -344,7 +347,7 @@ class Leader:
         emit_or_log(self._events, self._event(kind, epoch, **fields))
 
     def _joined(self, member: MemberRecord, epoch: int) -> Event:
-        return self._event(MemberJoined, epoch, member_id=member.id, host=member.host, rank=member.home)
+        return self._event(MemberJoined, epoch, member_id=member.id, host=member.host, rank=member.script_rank)
 
     def _written_plan(self, plan: Plan, reason: str) -> Event:
         whole = {name: list(getattr(plan, name)) for name in ("members", "owners", "shadows", "lost")}
@@ -370,11 +373,11 @@ class Leader:
             roles = [new.layout.role(rank) for rank in new.unshadowed]
             bare = [(role.pipeline, role.stage) for role in roles]
             self._emit(MemoryShort, new.epoch, roles=bare, members=list(new.crowded))
-        if new.unheld:
-            roles = [new.layout.role(rank) for rank in new.unheld] if new.layout else []
+        if new.lost_roles:
+            roles = [new.layout.role(rank) for rank in new.lost_roles] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]
             self._emit_fatal(stages, action.losses, new.epoch, attempt.progress)
-        if old is None or new.layout is None or old.unheld:
+        if old is None or new.layout is None or old.lost_roles:
             return
         since = min((loss.noticed for loss in action.losses), default=self._clock())
         for each in self._takeovers.plan(old, new, since):

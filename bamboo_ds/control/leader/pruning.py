@@ -39,7 +39,7 @@ def obsolete(mirror: Mirror, plan: Plan) -> list[str] | None:
     """
     workers = mirror.workers
     entered = all(member in workers and workers[member].epoch == plan.epoch for member in plan.members)
-    if plan.layout is None or plan.unheld or mirror.stop is not None or not entered:
+    if plan.layout is None or plan.lost_roles or mirror.stop is not None or not entered:
         return None
     needed = {*mirror.members, *plan.members, *plan.owners, *plan.lost}
     departed: dict[str, int] = {}  # the revisions of their newest keys

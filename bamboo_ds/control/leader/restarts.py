@@ -57,11 +57,11 @@ def fatal_plan(plan: Plan, members: Sequence[str], lost: Sequence[str] = ()) -> 
         plan,
         epoch=plan.epoch + 1,
         members=tuple(members),
-        homes=(0,) * len(members),
+        script_ranks=(0,) * len(members),
         lost=tuple(lost),
-        unheld=tuple(range(len(plan.owners))),
-        learners=(),
-        immediate=True,
+        lost_roles=tuple(range(len(plan.owners))),
+        builders=(),
+        when="now",
     )
 
 
@@ -72,7 +72,7 @@ def unstarted_plan(world_size: int, fence_s: float | None) -> Plan:
         epoch=0,
         owners=("",) * world_size,
         members=(),
-        unheld=tuple(range(world_size)),
+        lost_roles=tuple(range(world_size)),
         origin=nonce,
         generation=UNSTARTED,
         fence_s=fence_s,
@@ -150,7 +150,7 @@ class Restarts:
 
     def _start(self, view: View, plan: Plan, record: RestartRecord, now: float) -> WritePlan | Wait:
         mine = [m for m in view.members.values() if m.generation == record.generation and m.state != "waiting"]
-        workers = {m.home: m.id for m in mine}
+        workers = {m.script_rank: m.id for m in mine}
         if len(workers) == view.world_size:
             first = initial_plan([workers[rank] for rank in range(view.world_size)])
             lineage = replace(first, origin=plan.origin, generation=record.generation, fence_s=plan.fence_s)

@@ -118,7 +118,7 @@ class View:
             plan: the newest one. It says which rank the script of a member runs as that it lists.
             leaving: members that get no role and no replica.
         """
-        homes = dict(zip(plan.members, plan.homes, strict=False))
+        script_ranks = dict(zip(plan.members, plan.script_ranks, strict=False))
         limits = limits_of([report for name, report in self.reports.items() if name in self.members])
         records = {**self.known, **self.members}.values()
         return {
@@ -127,7 +127,7 @@ class View:
                 slot=record.slot,
                 host=record.host,
                 zone=record.zone,
-                home=homes.get(record.id, record.home),
+                script_rank=script_ranks.get(record.id, record.script_rank),
                 leaving=record.id in leaving,
                 memory=limits.get(record.id),
             )

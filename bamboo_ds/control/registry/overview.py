@@ -21,7 +21,7 @@ def overview(mirror: Mirror) -> Overview:
             host=member.host,
             zone=member.zone or None,
             doing=progress[member.id].doing if member.id in progress else None,
-            home=member.home,
+            script_rank=member.script_rank,
             address=member.address,
             pid=member.pid,
             agent_pid=member.agent_pid,

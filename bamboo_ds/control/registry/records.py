@@ -86,9 +86,9 @@ class MemberRecord(Record):
         agent_pid: process id of the agent, on ``host``.
         agent_started: when it began, and process_space: where its id means something; see :mod:`bamboo_ds.processes`.
         lease: id of the lease that the record lives under.
-        home: rank that the worker's script runs as.
+        script_rank: rank that the worker's script runs as.
         joiner: the member came while the job was running; it waits to be admitted.
-        feeder: it only draws batches, for a pipeline at whose ends nobody else is at home.
+        feeder: it only draws batches, for a pipeline at whose ends no other script runs.
         state: ``leaving``: it is going to vanish and gets nothing any more; ``waiting``: it has no worker and waits
             for the job's restart.
         generation: the restart (0: the first start) that the worker is part of from the beginning, of one that waits
@@ -108,7 +108,7 @@ class MemberRecord(Record):
     process_space: str = ""
     incarnation: str
     lease: int = 0
-    home: int = 0
+    script_rank: int = 0
     joiner: bool = False
     feeder: bool = False
     state: Literal["running", "leaving", "waiting"] = "running"
@@ -271,7 +271,7 @@ class WorkerState(WorkerRecord):
     """``workers/<id>``: the epoch that the member's worker has entered, and which copies of others' state it holds.
 
     Attributes:
-        replicas: ranks of the roles whose replicas are complete, shadows' and learners'.
+        replicas: ranks of the roles whose replicas are complete, shadows' and builders'.
         lacked: ranks of the roles that it shadows whose replica it had not when it entered the epoch, and makes then.
         cuts: of stages that the worker has computed, by rank of the role, the blocks before which they may be divided.
         seconds: what it has measured of blocks.

@@ -14,31 +14,31 @@ from ...topology.plan import UNSTARTED
 from .keys import Keys
 from .mirror import Mirror
 
-#: Members at home at the ends of each pipeline, where scripts have iterators over its batches.
+#: Members whose scripts run at the ends of each pipeline, where scripts have iterators over its batches.
 WANTED_SOURCES = 3
 #: Lease times after which a job none of whose members is registered has been deserted.
 _DESERTED = 3.0
 
 
-def choose_home(plan: Plan, homes: Iterable[int]) -> int:
+def choose_script_rank(plan: Plan, script_ranks: Iterable[int]) -> int:
     """The rank that the script of a new member runs as.
 
     Scripts have iterators over a pipeline's batches at its ends only. Without one of them the pipeline waits for a new
-    worker, so an end of a pipeline without any comes first. A member can only have roles of the tensor slice that its
-    home is one of, so the slice with the fewest members is next. Then comes an end of the pipeline with the fewest
-    sources, up to :data:`WANTED_SOURCES` of each, and then the rank at which the fewest members are at home.
+    worker, so an end of a pipeline without any comes first. A member can only have roles of its script's tensor
+    slice, so the slice with the fewest members is next. Then comes an end of the pipeline with the fewest sources, up
+    to :data:`WANTED_SOURCES` of each, and then the rank as which the fewest scripts run.
 
     Args:
         plan: the newest plan, with a layout.
-        homes: homes of all members, admitted or not.
+        script_ranks: those of all members, admitted or not.
     """
-    layout, taken = plan.world, list(homes)
+    layout, taken = plan.world, list(script_ranks)
 
-    in_slice = Counter(home % layout.slices for home in taken)
+    in_slice = Counter(script_rank % layout.slices for script_rank in taken)
 
     def key(rank: int) -> tuple[bool, int, int, int, bool, int]:
         at = ends(plan, layout.role(rank).pipeline)
-        sources = min(sum(home in at for home in taken), WANTED_SOURCES) if rank in at else WANTED_SOURCES
+        sources = min(sum(script_rank in at for script_rank in taken), WANTED_SOURCES) if rank in at else WANTED_SOURCES
         return sources > 0, in_slice[rank % layout.slices], sources, taken.count(rank), rank not in at, rank
 
     return min(range(layout.size), key=key)
@@ -52,7 +52,7 @@ class Vacancy:
     """
 
     slot: int
-    home: int | None
+    script_rank: int | None
     waiting: bool
     after_epoch: int
     generation: int | None
@@ -72,14 +72,14 @@ def find_vacancy(
         restart: nobody of it is there any more, who could say that it is fatal.
     """
     spec, newest = mirror.job, mirror.restart
-    size, fatal = len(plan.owners), restart or bool(plan.unheld)
-    waiting = [record.home for record in mirror.members.values() if record.id not in plan.members]
+    size, fatal = len(plan.owners), restart or bool(plan.lost_roles)
+    waiting = [record.script_rank for record in mirror.members.values() if record.id not in plan.members]
     taken = [record.slot for record in Mirror(store.get_prefix(Keys.MEMBERS)).members.values()]
     kept = own_slot if fatal else None
     free = 0 if plan.generation == UNSTARTED else max([size - 1, *taken]) + 1
     return Vacancy(
         slot=claim_slot(store, free) if kept is None else kept,
-        home=None if fatal else choose_home(plan, [*plan.homes, *waiting]),
+        script_rank=None if fatal else choose_script_rank(plan, [*plan.script_ranks, *waiting]),
         waiting=fatal,
         after_epoch=plan.epoch if fatal else 0,
         generation=None if not fatal else (newest or plan).generation,

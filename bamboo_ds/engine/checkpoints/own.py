@@ -93,7 +93,7 @@ class OwnCheckpoints(InContext):
         Members that were lost since have taken their roles' files with them; this member copies those that it owned
         when it entered the commit.
         """
-        if not self.progress.agreed.own or self.progress.agreed.own != self._plan.epoch:
+        if not self.progress.operation.agreed.own or self.progress.operation.agreed.own != self._plan.epoch:
             return
         folder, begin = self.saves.own_folder(), time.monotonic()
         assert folder is not None, "members have done the same operations, by the same settings"

@@ -1,8 +1,8 @@
 """DeepSpeed's saving, with a copy to host memory in place of every file that it would write, and what follows it.
 
-The members copy their roles in an operation (``operations.checkpointing``). After its commit each writes what it has
-copied, in a thread, and the member that leads completes the checkpoint. Members that are lost meanwhile:
-:meth:`Saves.follow`.
+The members copy their roles in an operation (``operations.checkpointing``). Each writes what it has copied, in a
+thread, and the member that leads completes the checkpoint: before the commit of the operation, or after it. Members
+that are lost meanwhile: :meth:`Saves.follow`.
 """
 
 from __future__ import annotations
@@ -309,10 +309,7 @@ class Saves:
         """The newest complete checkpoint, after a fatal loss: folders tell more than what this member was told."""
         self.follow(plan)
         self._saver.wait(_FATAL_WAIT_S)
-        job, places = self._job.channel.job, self._all()
-        for place in places:
-            place.end_spare(job)
-        newest = newest_of(places, job, plan.origin)
+        newest = newest_of(self._all(), self._job.channel.job, plan.origin)
         return None if newest is None else str(newest[1].path)
 
     def drop_own(self, plan: Plan) -> None:
@@ -342,7 +339,8 @@ class Saves:
         if own:
             self.written_s = result.seconds
         self._job.completed(str(result.path))
-        told = {**self._steps(result), "path": str(result.path), "own": own}
+        waited = self._tentative and not own
+        told = {**self._steps(result), "path": str(result.path), "own": own, "waited": waited}
         self._job.channel.event("checkpoint_saved", **told, seconds=result.seconds, bytes=result.total)
 
     def _tell_failed(self, result: SaveResult) -> None:

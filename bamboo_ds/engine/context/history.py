@@ -167,13 +167,11 @@ class History:
     def extend(self, answer: str) -> int:
         """Take over what another member has answered, or what a checkpoint tells; returns how much that was."""
         told = json.loads(answer)
-        if isinstance(told, list):  # of a checkpoint that an earlier version has written: all one by one
-            told = {"count": len(told), "shape": None, "others": [[at, *each] for at, each in enumerate(told)]}
         other = History()
         other._count, other._shape = told["count"], tuple(told["shape"]) if told["shape"] else None
         other._others = {at: Done(*fields) for at, *fields in told["others"]}
         other._numbers = sorted(other._others)
-        other._losses, other._flags = _unpacked("d", told.get("losses", "")), _unpacked("b", told.get("flags", ""))
+        other._losses, other._flags = _unpacked("d", told["losses"]), _unpacked("b", told["flags"])
         for number in range(len(other)):
             done = other[number]
             if done.kind == "train" and isinstance(done.data, dict):

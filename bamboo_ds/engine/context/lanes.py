@@ -85,7 +85,7 @@ class Lanes:
 
     def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
         """Args:
-        plan: the plan, without unheld roles.
+        plan: the plan, without lost roles.
         shadow_gradients: whether gradients are also sent to shadows.
         """
         self._begin()
@@ -100,6 +100,7 @@ class Lanes:
                 if helper is not None and shadow_gradients:
                     self._add(Stream.SHADOW_GRADIENT, role, plan.computers(layout.successor(role))[0], helper)
             lent = plan.lending(role)
+            helpers = helper, helper
             if lent is not None and shadow is not None:
                 front, rear = plan.computers(role)
                 self._add(Stream.INNER_ACTIVATION, role, front, rear)
@@ -108,8 +109,8 @@ class Lanes:
                 self._add(Stream.PART, role, shadow, owner)
                 self._add(Stream.SUMS, role, shadow, owner, NEWEST_SUMS)
                 # It loads micro-batches, if its part is at an end of the pipeline.
-                helper = shadow if role.stage == (0 if lent.side == "front" else layout.stages - 1) else None
-            builders = [builder for rank, builder in plan.learners if rank == layout.rank(role)]
+                helpers = (shadow, None) if lent.side == "front" else (None, shadow)
+            builders = [builder for rank, builder in plan.builders if rank == layout.rank(role)]
             for holder in (*((shadow,) if shadow is not None else ()), *builders):
                 self._add(Stream.SUMS, role, owner, holder, NEWEST_SUMS)
                 for stream in (Stream.REPLICA, Stream.STATE, Stream.TOLD):
@@ -120,10 +121,8 @@ class Lanes:
             sources = end_sources(plan, layout.rank(role)) or batch_sources(plan, role.pipeline)
             if not sources:
                 continue
-            for stage, to_owner, to_shadow in (
-                (0, Stream.INPUTS, Stream.SHADOW_INPUTS),
-                (layout.stages - 1, Stream.LABELS, Stream.SHADOW_LABELS),
-            ):
+            ends = ((0, Stream.INPUTS, Stream.SHADOW_INPUTS), (layout.stages - 1, Stream.LABELS, Stream.SHADOW_LABELS))
+            for (stage, to_owner, to_shadow), helper in zip(ends, helpers, strict=True):
                 if role.stage != stage:
                     continue
                 if owner not in sources:
@@ -198,7 +197,7 @@ class RehearsalLanes(Lanes):
 
     def __init__(self, plan: Plan) -> None:
         """Args:
-        plan: the plan, without unheld roles.
+        plan: the plan, without lost roles.
         """
         self._begin()
         self.roles: list[Role] = []
@@ -213,9 +212,9 @@ class RehearsalLanes(Lanes):
             lent = any(plan.lending(each) for each in (role, layout.predecessor(role), layout.successor(role)))
             if layout.slices > 1 or lent:
                 continue
-            loads = {0: Stream.INPUTS, layout.stages - 1: Stream.LABELS}.get(role.stage)
-            if loads is not None and not assists(plan, role):  # whoever computes the stage before has them
-                self._add(loads, role, plan.owner(role), shadow)
+            for stage, loads in ((0, Stream.INPUTS), (layout.stages - 1, Stream.LABELS)):
+                if role.stage == stage and not assists(plan, role):  # whoever computes the stage before has them
+                    self._add(loads, role, plan.owner(role), shadow)
             self.roles.append(role)
             if role.stage > 0:
                 self._add(Stream.ACTIVATION, role, plan.owner(layout.predecessor(role)), shadow)
@@ -234,7 +233,7 @@ def _interested(plan: Plan, role: Role) -> list[str]:
     """
 
     def followers(each: Role) -> set[str | None]:
-        builders = {builder for rank, builder in plan.learners if rank == plan.world.rank(each)}
+        builders = {builder for rank, builder in plan.builders if rank == plan.world.rank(each)}
         return {plan.owner(each), plan.shadow(each), *builders}
 
     siblings = plan.world.siblings(role)

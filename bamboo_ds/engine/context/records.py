@@ -152,74 +152,80 @@ class ScriptPhase(Enum):
 
 
 @dataclass
-class Progress:
-    """How far the job is, and the operation under way.
+class OperationProgress:
+    """The operation under way on this member.
 
     Attributes:
-        seed: of the generators of passes and steps, equal on all members.
-        sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
-        steps: iterations committed so far.
-        consumed: micro-batches of each pipeline that committed iterations have used.
-        began: monotonic seconds at which this member has come to the job.
-        seen: the losses that the job had seen until then, and how many this member has seen since.
-        checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
-        newest: what the newest committed step has consumed, with ``checksums``.
-        vector: sum of the last commit all-reduce.
-        committed: the same, decoded, of the current iteration.
+        committed: sum of its commit's all-reduce, decoded, of an iteration.
         paused: seconds for which this member entered other plans since the last iteration.
-        entered: everything that the current operation's commit needs of this member is there.
-        resumed: the current operation was interrupted, and goes on from what there was.
+        entered: everything that its commit needs of this member is there.
+        resumed: it was interrupted, and goes on from what there was.
         call: number and name (see :class:`~.operation.Operation`) of the operation that the script is in.
         evaluating: an evaluation runs.
-        phase: where the script is with respect to the job.
-        target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
-        sources: members that can tell what the job had done when this member was admitted, and their places.
-        at_boundary: the script has not gone on since the last operation.
-        redone: of parts (by their first block) of roles taken over in the current operation: how many forward and
-            backward passes others have used the results of.
+        redone: of parts (by their first block) of roles taken over in it: how many forward and backward passes others
+            have used the results of.
         taken_over: roles that are this member's since the last operation ended, after a loss or a planned change alike.
         recovery: the last recovery, until it is reported.
         pending: what a recovery has decided, for the operation under way or the next one.
+    """
+
+    committed: Committed | None = None
+    paused: float = 0.0
+    entered: bool = False
+    resumed: bool = False
+    call: tuple[int, str] | None = None
+    evaluating: bool = False
+    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict)
+    taken_over: set[Role] = field(default_factory=set)
+    recovery: Recovery | None = None
+    pending: Decision | None = None
+
+    @property
+    def agreed(self) -> Committed:
+        """What the commit of the current iteration has agreed on."""
+        assert self.committed is not None
+        return self.committed
+
+    def check_idle(self) -> None:
+        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        if self.call is not None:
+            raise UnsupportedError(
+                f"the engine was called by a function that its {self.call[1]} has called: functions of "
+                "bamboo_ds.for_each_stage and bamboo_ds.on_plan_change must not call the engine"
+            )
+
+    def go_on_from(self, decision: Decision) -> None:
+        """The next operation begins as ``decision`` of a recovery between two operations says."""
+        begun = any(done.begun for done in decision.progress.values())
+        self.pending = decision if begun or decision.behind or decision.mode == "commit" else None
+
+
+@dataclass
+class ScriptProgress:
+    """Where this member's script is, and what it has changed.
+
+    Attributes:
+        phase: where it is with respect to the job.
+        target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
+        sources: members that can tell what the job had done when this member was admitted, and their places.
+        at_boundary: it has not gone on since the last operation.
         position: where the scheduler of the local role stood when the iteration began.
-        changed: names of parameters, buffers and numbers of the local role that the script has changed since the last
+        changed: names of parameters, buffers and numbers of the local role that it has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
         known_changes: what the scripts had changed of all roles when the plan began.
-        assigned: what this member's script has assigned since the engine was built, as members compare it.
+        assigned: what it has assigned since the engine was built, as members compare it.
         told_assigned: fingerprint of the same of lost owners, by role, with the operation that they had begun.
     """
 
-    seed: int
-    sequence: int = 0
-    steps: int = 0
-    consumed: int = field(default=0, init=False)
-    began: float = field(default_factory=time.monotonic, init=False)
-    seen: LossRate = field(default=LossRate(), init=False)
-    checksums: bool = field(default=False, init=False)
-    newest: Consumed | None = field(default=None, init=False)
-    vector: tuple[float, ...] | None = field(default=None, init=False)
-    committed: Committed | None = field(default=None, init=False)
-    paused: float = field(default=0.0, init=False)
-    entered: bool = field(default=False, init=False)
-    resumed: bool = field(default=False, init=False)
-    call: tuple[int, str] | None = field(default=None, init=False)
-    evaluating: bool = field(default=False, init=False)
-    phase: ScriptPhase = field(default=ScriptPhase.TOGETHER, init=False)
-    target: int | None = field(default=None, init=False)
-    sources: Sequence[tuple[str, str]] = field(default=(), init=False)
-    at_boundary: bool = field(default=False, init=False)
-    redone: dict[tuple[Role, int], tuple[int, int]] = field(default_factory=dict, init=False)
-    taken_over: set[Role] = field(default_factory=set, init=False)
-    recovery: Recovery | None = field(default=None, init=False)
-    pending: Decision | None = field(default=None, init=False)
-    position: SchedulerPosition | None = field(default=None, init=False)
-    changed: set[str] = field(default_factory=set, init=False)
-    known_changes: dict[Role, Changes] = field(default_factory=dict, init=False)
-    assigned: dict[str, str] = field(default_factory=dict, init=False)
-    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict, init=False)
-
-    def rate(self) -> LossRate:
-        """The losses that the job has seen up to now."""
-        return self.seen.plus(time.monotonic() - self.began, 0)
+    phase: ScriptPhase = ScriptPhase.TOGETHER
+    target: int | None = None
+    sources: Sequence[tuple[str, str]] = ()
+    at_boundary: bool = False
+    position: SchedulerPosition | None = None
+    changed: set[str] = field(default_factory=set)
+    known_changes: dict[Role, Changes] = field(default_factory=dict)
+    assigned: dict[str, str] = field(default_factory=dict)
+    told_assigned: dict[Role, tuple[int, int]] = field(default_factory=dict)
 
     @property
     def joining(self) -> bool:
@@ -231,47 +237,63 @@ class Progress:
         """Whether the script has yet to come to where the job is."""
         return self.phase is not ScriptPhase.TOGETHER
 
+
+@dataclass
+class Progress:
+    """How far the job is, the operation under way and the script.
+
+    Attributes:
+        seed: of the generators of passes and steps, equal on all members.
+        sequence: operations (iterations, evaluations, saves) committed so far, equal on all members.
+        steps: iterations committed so far.
+        consumed: micro-batches of each pipeline that committed iterations have used.
+        began: monotonic seconds at which this member has come to the job.
+        seen: the losses that the job had seen until then, and how many this member has seen since.
+        checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
+        newest: what the newest committed step has consumed, with ``checksums``.
+        vector: sum of the last commit all-reduce.
+        operation, script: see there.
+    """
+
+    seed: int
+    sequence: int = 0
+    steps: int = 0
+    consumed: int = field(default=0, init=False)
+    began: float = field(default_factory=time.monotonic, init=False)
+    seen: LossRate = field(default=LossRate(), init=False)
+    checksums: bool = field(default=False, init=False)
+    newest: Consumed | None = field(default=None, init=False)
+    vector: tuple[float, ...] | None = field(default=None, init=False)
+    operation: OperationProgress = field(default_factory=OperationProgress, init=False)
+    script: ScriptProgress = field(default_factory=ScriptProgress, init=False)
+
+    def rate(self) -> LossRate:
+        """The losses that the job has seen up to now."""
+        return self.seen.plus(time.monotonic() - self.began, 0)
+
     @property
     def called(self) -> bool:
         """Whether the script is in an operation that is not finished."""
-        return self.call is not None and self.call[0] == self.sequence
+        call = self.operation.call
+        return call is not None and call[0] == self.sequence
 
     @property
     def training(self) -> bool:
         """Whether the script is in an iteration that is not finished."""
-        return self.call == (self.sequence, "train_batch")
-
-    @property
-    def agreed(self) -> Committed:
-        """What the commit of the current iteration has agreed on."""
-        assert self.committed is not None
-        return self.committed
+        return self.operation.call == (self.sequence, "train_batch")
 
     @contextmanager
     def calling(self, name: str) -> Iterator[None]:
         """The body is the next operation, which the script has called as ``name``."""
-        self.call = self.sequence, name
+        self.operation.call = self.sequence, name
         try:
             yield
         finally:
-            self.call = None
-
-    def check_idle(self) -> None:
-        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
-        if self.call is not None:
-            raise UnsupportedError(
-                f"the engine was called by a function that its {self.call[1]} has called: functions of "
-                "bamboo_ds.for_each_stage and bamboo_ds.on_plan_change must not call the engine"
-            )
+            self.operation.call = None
 
     def end_operation(self) -> None:
         """The operation under way is finished."""
-        self.entered = False
-        self.redone.clear()
-        self.taken_over.clear()
+        self.operation.entered = False
+        self.operation.redone.clear()
+        self.operation.taken_over.clear()
         self.sequence += 1
-
-    def go_on_from(self, decision: Decision) -> None:
-        """The next operation begins as ``decision`` of a recovery between two operations says."""
-        begun = any(done.begun for done in decision.progress.values())
-        self.pending = decision if begun or decision.behind or decision.mode == "commit" else None

@@ -61,8 +61,8 @@ class EngineContext:
         self.history = History(self.layout.slices)
         self.places = Places(self.settings.checkpoint.mirror)
         self.beats = Beats(self.job.channel.activity, self.progress)
-        ring, mode = self.job.channel.spans, self.settings.observe.timeline
-        self.recording = Recording(self.ds, self.binding, self.progress, ring, mode)
+        spans, mode = self.job.channel.spans, self.settings.observe.timeline
+        self.recording = Recording(self.ds, self.binding, self.progress, spans, mode)
 
     @property
     def layout(self) -> Layout:

@@ -267,7 +267,9 @@ class BatchSupply(InContext):
                 ends = progress.consumed - self.ds.micro_batches, progress.consumed
                 samples = self.dataset.samples_before(ends[0]), self.dataset.samples_before(ends[1])
         # All slices of a copy of the model use the same batches: one speaks for them.
-        told = [each for pipeline in progress.agreed.consumed[:: self.epoch.layout.slices] for each in pipeline]
+        told = [
+            each for pipeline in progress.operation.agreed.consumed[:: self.epoch.layout.slices] for each in pipeline
+        ]
         progress.newest = Consumed(
             step=progress.steps,
             global_step=self.binding.local.attributes["global_steps"],

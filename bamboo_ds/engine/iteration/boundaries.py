@@ -41,7 +41,7 @@ class Boundaries(InContext):
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
         shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
-        uses = runtime.share.part.begin == 0 and not self.progress.resumed
+        uses = runtime.share.part.begin == 0 and not self.progress.operation.resumed
         lanes = self._lane(forward=False, sends=True), shadow if uses else None
         self._send(runtime.share.part.gradients, buffer_id, *lanes)
 

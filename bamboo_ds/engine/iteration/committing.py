@@ -15,7 +15,7 @@ from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..replicas.construction import Construction
 from ..script.assigned import NOT_ALIKE, agree, differing, fingerprint
-from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode
+from ..stage.commit import Committed, Contribution, Form, Measured, decode, encode, ends_of
 from ..stage.runtime import StageRuntime
 from .exactness import ExactChecks
 
@@ -40,7 +40,7 @@ class Commits(InContext):
         """Commit the iteration, all of whose gradients are reduced and replicated."""
         self.supply.complete(self.ds.micro_batches)
         self.epoch.transport.drain()
-        self.progress.entered, self.plan = True, self.epoch.plan
+        self.progress.operation.entered, self.plan = True, self.epoch.plan
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
     def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
@@ -73,8 +73,8 @@ class Commits(InContext):
         Raises:
             UnsupportedError: one that was lost in this operation has assigned something else than this one.
         """
-        mine = fingerprint(self.progress.assigned)
-        for role, (sequence, theirs) in self.progress.told_assigned.items():
+        mine = fingerprint(self.progress.script.assigned)
+        for role, (sequence, theirs) in self.progress.script.told_assigned.items():
             if sequence == self.progress.sequence and self.epoch.owns(role) and theirs != mine:
                 raise UnsupportedError(f"the lost owner of role {role}: {NOT_ALIKE}")
         return mine
@@ -87,15 +87,15 @@ class Commits(InContext):
             UnsupportedError: others differ.
         """
         joined = self.epoch.channel.joiner
-        told = self.epoch.transport.exchange(json.dumps([joined, self.progress.assigned]))
+        told = self.epoch.transport.exchange(json.dumps([joined, self.progress.script.assigned]))
         found = {member: json.loads(text) for member, text in told.items()}
         first = {member: assigned for member, (late, assigned) in found.items() if not late}
         if not first or differing(first):
             raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
-        if self.progress.assigned not in first.values():
+        if self.progress.script.assigned not in first.values():
             raise Isolated(
                 f"this member's script, which came to the job later, has assigned other things than those of the "
-                f"others: {differing({**first, self.epoch.member: self.progress.assigned})}"
+                f"others: {differing({**first, self.epoch.member: self.progress.script.assigned})}"
             )
 
     def all_know_more(self) -> bool:
@@ -129,7 +129,7 @@ class Commits(InContext):
         stage, last = runtime.role.stage, self.epoch.layout.stages - 1
         if runtime.results.reduced is None or (stage == last and runtime.results.loss is None):
             return False
-        return stage not in (0, last) or len(runtime.results.consumed) >= self._accounted()
+        return len(runtime.results.consumed) >= len(ends_of(self.epoch.layout, runtime.role)) * self._accounted()
 
     def drawn(self) -> dict[Role, int]:
         """Checksum of what this member's iterator has given in this operation, if it speaks for its end."""

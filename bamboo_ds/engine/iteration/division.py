@@ -51,8 +51,7 @@ class Division(InContext):
         self.binding.refresh()
         for role, runtime in self.binding.runtimes.items():
             parts, computers = progress[role].parts, members[plan.world.rank(role)]
-            ends = [*(part.begin for part in parts[1:]), runtime.blocks]
-            mine = [(part, end) for part, end, each in zip(parts, ends, computers, strict=True) if each == member]
+            mine = [part for part, each in zip(parts, computers, strict=True) if each == member]
             runtime.share.helps = bool(mine) and not runtime.owned
             runtime.share.received = None
             if not mine:
@@ -64,16 +63,16 @@ class Division(InContext):
                 looks = runtime.owned and runtime.stage.cuts is None and len(parts) == 1 and not runtime.stage.whole
                 looks = looks and not runtime.layers.generators  # backward passes may draw from them
                 runtime.stage.search = CutSearch(runtime.stage) if looks else None
-            ranges = [(part.begin, end) for part, end in mine]
+            ranges = [part.blocks for part in mine]
             if progress[role].reduced:
                 runtime.share.divide(ranges)
                 continue
             if any(part.begun and (part.begin, part.end) not in ranges for part in runtime.share.parts):
                 runtime.begin_again()
             runtime.share.divide(ranges)
-            for part, (to, _) in zip(runtime.share.parts, mine, strict=True):
+            for part, to in zip(runtime.share.parts, mine, strict=True):
                 self.sums.move(runtime, part, to)
-        if self.progress.resumed:
+        if self.progress.operation.resumed:
             self._use_given(progress)
         self.binding.reload()
 
@@ -102,8 +101,8 @@ class Division(InContext):
         """Send what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
         told: Payload = ()
-        if runtime is self.binding.local and (self.progress.changed or runtime.trained):
-            layers = runtime.layers.capture(self.progress.changed)
+        if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
+            layers = runtime.layers.capture(self.progress.script.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
                 first = runtime.share.first_layers
                 layers |= {
@@ -152,7 +151,7 @@ class Division(InContext):
         gradients = {id(parameter): gradient for parameter, gradient in given if gradient is not None}
         runtime.share.received = PartSums(gradients, told["losses"])
         runtime.results.consumed.update(told["consumed"])
-        changed = self.progress.changed if runtime is self.binding.local else ()
+        changed = self.progress.script.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
         runtime.results.layers = merged(runtime.layers.capture(changed), told["layers"], names)
 

@@ -113,7 +113,7 @@ class ExactChecks(InContext):
             return
         self.begin(steps)
         plan = self.epoch.plan
-        self._before = before if any(plan.shadows) and not plan.learners else sys.maxsize
+        self._before = before if any(plan.shadows) and not plan.builders else sys.maxsize
         self._began.clear()
         self._conclusions.begin_again(before if plan.lost else None)
         if self.epoch.leads and len(plan.members) == 1:

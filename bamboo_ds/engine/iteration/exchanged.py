@@ -71,7 +71,7 @@ class ExchangedWeights(InContext):
         """
         kept, differing = self._kept, self._differing
         self._reference, self._kept, self._differing = None, None, set()
-        if kept is None or (self._bits() != kept and self.progress.changed):
+        if kept is None or (self._bits() != kept and self.progress.script.changed):
             return
         what = f"{_did(differing)}. No copy of a stage has them: no evaluation after a loss would be right. {_CURE}"
         if not self.settings.redundancy.bears:

@@ -56,13 +56,14 @@ class Passes(InContext):
         if not runtime.share.divided:
             yield
             return
-        stage = self.ds.stage_id
+        before = self.ds.stage_id, self.ds.num_stages
         first, last = runtime.at_ends(runtime.share.part, self.layout.stages)
-        self.ds.stage_id = 0 if first else self.layout.stages - 1 if last else _INNER
+        self.ds.num_stages = max(2, self.layout.stages)
+        self.ds.stage_id = 0 if first else self.ds.num_stages - 1 if last else _INNER
         try:
             yield
         finally:
-            self.ds.stage_id = stage
+            self.ds.stage_id, self.ds.num_stages = before
 
     def load(self, buffer_id: int) -> None:
         """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
@@ -77,8 +78,11 @@ class Passes(InContext):
         if batches.drawn == before + 1:
             self.measures.idle.record(DRAWING, time.perf_counter() - begin)
         batch = self._batch = self.slices.processed(drawn)
-        if self.progress.checksums and not self.progress.evaluating:
-            runtime.results.consumed[buffer_id] = payload_checksum(as_payload(PARTS[last], batch[last]))
+        if self.progress.checksums and not self.progress.operation.evaluating:
+            for end, (part, here) in enumerate(zip(PARTS, (first, last), strict=True)):
+                if here:  # of a stage that is both ends, the labels' come behind the inputs'
+                    number = buffer_id + (self.ds.micro_batches if end and runtime.role.stage == 0 else 0)
+                    runtime.results.consumed[number] = payload_checksum(as_payload(part, batch[end]))
         with self._in_part(runtime):
             self.ds.load_micro_batch(buffer_id)
         self._batch = None
@@ -91,7 +95,7 @@ class Passes(InContext):
         """The forward pass of a micro-batch; passes of a role come in the order of its micro-batches."""
         runtime = self.binding.current
         part = runtime.share.part
-        if self.progress.evaluating:
+        if self.progress.operation.evaluating:
             with (
                 self.slices.among(),
                 self.generators.keyed(Drawing.EVALUATION, runtime, buffer_id),
@@ -170,7 +174,7 @@ class Passes(InContext):
         may those of others, where the stage is copied in the middle of a long iteration: if they keep little.
         """
         again = self.layout.slices > 1 or not runtime.owned or runtime.share.divided
-        again = again or runtime.role in self.progress.taken_over
+        again = again or runtime.role in self.progress.operation.taken_over
         copied = self.mode.replicas and self.measures.times.iteration_s >= LONG_S
         if runtime.share.first_layers is None and (again or (copied and runtime.layers.keep_little())):
             runtime.share.first_layers = runtime.layers.undo()

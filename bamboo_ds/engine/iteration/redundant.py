@@ -100,13 +100,6 @@ class RedundantPasses(InContext):
         idle.record(DRAWING, time.perf_counter() - begin)
         return True
 
-    def run_next(self) -> None:
-        """Do what could be done now, whether there is idle time or not."""
-        for _ in range(2 if self.mode.eager_backward else 1):
-            work = self._next()
-            if work is not None:
-                self.run(*work)
-
     def _next(self) -> tuple[StageRuntime, str] | None:
         """The next pending step or redundant pass that could run now without waiting for another member."""
         for replica in self.binding.replicas():
@@ -126,7 +119,7 @@ class RedundantPasses(InContext):
                 return None
             done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
-            if self.mode.eager_backward and not self.progress.resumed and m < done.forwards:
+            if self.mode.eager_backward and not self.progress.operation.resumed and m < done.forwards:
                 lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
                 # Gradients below are of passes that sums have made needless, and may come later than those.
                 if last or (lane is not None and transport.discard(lane, m)):

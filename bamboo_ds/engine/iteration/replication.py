@@ -104,7 +104,7 @@ class Replication(InContext):
         runtime = self.binding.current
         results, verification = runtime.results, runtime.verification
         assert results.reduced is not None and results.measured is not None
-        changed = self.progress.changed if runtime is self.binding.local else ()
+        changed = self.progress.script.changed if runtime is self.binding.local else ()
         named = self.mismatches.has(runtime.role, self.progress.steps) or verification.shared is not None
         told = StepMessage(
             results.reduced,
@@ -187,7 +187,7 @@ class Replication(InContext):
 
         One under construction takes it when it has those before.
         """
-        construction, before = self.constructions.get(role), self.progress.position
+        construction, before = self.constructions.get(role), self.progress.script.position
         assert before is not None
         if construction is None:
             replica = self.binding.runtimes[role]
@@ -234,7 +234,7 @@ class Replication(InContext):
             trained: which parameters are trainable, if that has changed.
             positions: of this member's own scheduler before and after the step, if the replica's has the same.
         """
-        agreed, settings = self.progress.agreed, self.ds.step_settings()
+        agreed, settings = self.progress.operation.agreed, self.ds.step_settings()
 
         def step(runtime: StageRuntime) -> None:
             known = positions()
@@ -242,8 +242,8 @@ class Replication(InContext):
                 known[0].assure(runtime)
             if trained:
                 runtime.train_only(trained)
-            own, committed = runtime.results, self.progress.committed
-            runtime.results, self.progress.committed = results, agreed
+            own, committed = runtime.results, self.progress.operation.committed
+            runtime.results, self.progress.operation.committed = results, agreed
             # A script may evaluate in inference mode, and reduce tensors of its own.
             with (
                 self.boundaries.idle.timing((runtime.role, "step")),
@@ -251,7 +251,7 @@ class Replication(InContext):
                 self.ds.with_step_settings(settings),
             ):
                 self.steps.step_replica(runtime)
-            runtime.results, self.progress.committed = own, committed
+            runtime.results, self.progress.operation.committed = own, committed
             if known is not None:
                 known[1].assure(runtime)
 

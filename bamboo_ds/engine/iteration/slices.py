@@ -3,9 +3,9 @@
 A member computes one slice of each of its stages, and all slices of a stage do each of its passes together; their
 orders agree on which pass is next (:func:`~bamboo_ds.schedule.compute_order`). Two things are different from layers
 that are whole. Layers take their group from wherever the script has it, so that groups are exchanged below them
-(:meth:`~bamboo_ds.comm.session.Session.among_slices`). And a loss may strike in the middle of a pass, which is partial
-then: a part of its gradients is in the sums already. A role with a partial pass goes back to sums that it has kept
-(:mod:`.sums`), or to the beginning of the iteration, and so do the other slices of the stage
+(:meth:`~bamboo_ds.comm.attachment.Attachment.among_slices`). And a loss may strike in the middle of a pass, which is
+partial then: a part of its gradients is in the sums already. A role with a partial pass goes back to sums that it has
+kept (:mod:`.sums`), or to the beginning of the iteration, and so do the other slices of the stage
 (:func:`~bamboo_ds.schedule.settle`).
 
 Redundant forward passes would communicate as well, at times when the members that could answer do something else: there
@@ -30,11 +30,12 @@ logger = logging.getLogger("bamboo_ds")
 
 def mode_for(mode: RedundancyMode, layout: Layout, rank: int) -> RedundancyMode:
     """What of ``mode`` is possible with this layout; the process of rank 0 says so if it is not what was asked for."""
-    if layout.slices == 1 or not mode.eager_forward:
+    why = "tensor slices" if layout.slices > 1 else "one pipeline stage"
+    if (layout.slices == 1 and layout.stages > 1) or not mode.eager_forward:
         return mode
     if rank == 0 and mode is not RedundancyMode.AUTO:
         acts_as = RedundancyMode.LAZY.value
-        logger.warning("with tensor slices no redundant passes run: redundancy.mode %s acts as %s", mode.value, acts_as)
+        logger.warning("with %s no redundant passes run: redundancy.mode %s acts as %s", why, mode.value, acts_as)
     return RedundancyMode.LAZY
 
 

@@ -60,7 +60,7 @@ class Steps(InContext):
 
         The factor is computed on the host, which knows the norm: a device gets it with each multiplication.
         """
-        norm = global_norm(self.layout, self.progress.agreed.squares[0])
+        norm = global_norm(self.layout, self.progress.operation.agreed.squares[0])
         factor = clipping_factor(norm, float(self.ds.gradient_clipping()))
         for parameter in self.ds.module.parameters():
             if parameter.grad is not None:
@@ -69,14 +69,14 @@ class Steps(InContext):
     def clipping(self) -> AbstractContextManager[None]:
         """In the body a function of the script's clips the bound role: its sums are those that the commit agreed on."""
         role = self.binding.current.role
-        answers = ClipAnswers(self.layout, role, self.progress.agreed.squares[0])
+        answers = ClipAnswers(self.layout, role, self.progress.operation.agreed.squares[0])
         return self.groups.acting_for(role, answers)
 
     def _answering(self, runtime: StageRuntime) -> AbstractContextManager[None]:
         """In the body this process is the rank of ``runtime``; what its optimizer reduces is what the commit knows."""
         answer: Answer
         if runtime.optimizer.wraps:
-            found, rank = self.progress.agreed, self.layout.rank(runtime.role)
+            found, rank = self.progress.operation.agreed, self.layout.rank(runtime.role)
             answer = Answers(self.layout, rank, found.overflow, found.squares, runtime.optimizer.sums)
         else:
             answer = Refusal.in_steps(runtime.optimizer.inner)
@@ -106,7 +106,7 @@ class Steps(InContext):
 
     def skipped(self) -> bool:
         """Whether the optimizers leave out the step of the committed iteration."""
-        return self.binding.local.optimizer.skips and self.progress.agreed.skipped()
+        return self.binding.local.optimizer.skips and self.progress.operation.agreed.skipped()
 
     def advance_local(self) -> None:
         """Count an iteration on the local runtime if its role is computed by others."""

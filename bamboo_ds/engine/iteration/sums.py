@@ -20,14 +20,14 @@ from __future__ import annotations
 import logging
 import time
 from collections import defaultdict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch.utils._pytree import tree_map_only
 
 from ...errors import ProtocolError
-from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, Held, PartProgress, affordable, syncs, ways
+from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable, syncs, ways
 from ...state import Tree
 from ...topology import Role
 from ...topology.memory import NEWEST_SUMS
@@ -161,7 +161,9 @@ class PartialSums(InContext):
         gradients = self._copied(runtime, part)
         if gradients is None:
             return
-        consumed = {m: checksum for m, checksum in runtime.results.consumed.items() if m < count}
+        consumed = {
+            m: checksum for m, checksum in runtime.results.consumed.items() if m % self.ds.micro_batches < count
+        }
         sums = Sums(count, gradients, mark["layers"], mark["losses"], consumed)
         if self.layout.slices > 1:
             self._hold((runtime.role, part.begin, part.end), sums)
@@ -265,7 +267,7 @@ class PartialSums(InContext):
         part = replica.share.part
         counts = tuple(self._held.get((replica.role, part.begin, part.end), ()))
         self.binding.refresh()
-        self.move(replica, part, ways(part.progress(), Held(sums=counts))[0])
+        self.move(replica, part, ways(replace(part.progress(), sums=counts))[0])
         self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:

@@ -12,7 +12,6 @@ from typing import Any
 
 from ...addresses import is_url
 from ...errors import ProtocolError
-from ...state import spares
 from ...state.checkpoints import MAX_DEPTH, OWN, CheckpointError, Location, folder_of, is_own, newest_complete
 from ...state.locations import Places
 from ...state.own import newest_of, own_location
@@ -86,7 +85,7 @@ class Loader(InContext):
             # Of a universal checkpoint each has brought its own shard up to date only.
             self.replication.exchange_shards()
         self.copies.copy_state(self.layout.roles)
-        self.progress.changed.clear()
+        self.progress.script.changed.clear()
         return result
 
     def _check(self, folder: str, tag: str | None, how: Loading) -> None:
@@ -187,7 +186,7 @@ def _locations(told: str, job: str, own: str | None, places: Places, problems: l
     for folder in above:
         try:
             newest = newest_complete(folder, job)
-            if newest is None and not (folder.is_dir() and (put_back(folder, job) + spares.settle(folder, job))):
+            if newest is None and not (folder.is_dir() and put_back(folder, job)):
                 continue
             root = folder if newest is None else folder_of(Path(newest.path))
             if root not in above:

@@ -69,7 +69,7 @@ class Replay(InContext):
     _begun: float | None = field(default=None, init=False)
 
     def _enter(self, phase: ScriptPhase) -> None:
-        self.progress.phase, self.job.replaying = phase, phase is not ScriptPhase.TOGETHER
+        self.progress.script.phase, self.job.replaying = phase, phase is not ScriptPhase.TOGETHER
         if not self.job.replaying:
             self.job.channel.activity.telling.pop("replay", None)
 
@@ -108,7 +108,7 @@ class Replay(InContext):
         self.history.extend((checkpoint / manifest.history).read_text())
         self._enter(ScriptPhase.RESUMING)
         self._checkpoint, progress = (folder, tag), self.progress
-        progress.target = len(self.history)
+        progress.script.target = len(self.history)
         progress.seed = progress.seed if manifest.seed is None else manifest.seed
         progress.consumed = manifest.consumed or 0
         progress.steps = self.history.count("train")
@@ -133,19 +133,19 @@ class Replay(InContext):
         Raises:
             ProtocolError: the script does something else than the job did.
         """
-        if self.progress.behind and self._begun is None:
+        if self.progress.script.behind and self._begun is None:
             self._begun = time.monotonic()
             self.job.channel.activity.telling["replay"] = self.tell
         return self._next(kind)
 
     def arrive(self) -> None:
         """The script is behind the operation that it has just replayed: if that was the last one, load."""
-        if self.progress.phase is ScriptPhase.RESUMING and self.position == self.progress.target:
+        if self.progress.script.phase is ScriptPhase.RESUMING and self.position == self.progress.script.target:
             self._load_own()
 
     def _next(self, kind: Kind) -> Any:
         progress = self.progress
-        while progress.behind:
+        while progress.script.behind:
             if self.position < len(self.history):
                 done = self.history[self.position]
                 if done.kind != kind:
@@ -156,12 +156,12 @@ class Replay(InContext):
                 self.position += 1
                 self.steps += kind == "train"
                 return done.data
-            if progress.phase is ScriptPhase.RESUMING:
+            if progress.script.phase is ScriptPhase.RESUMING:
                 break
-            if progress.phase is ScriptPhase.JOINING:
+            if progress.script.phase is ScriptPhase.JOINING:
                 if not self._ask():
                     self._be_admitted()
-            elif self.position < (progress.target or 0):
+            elif self.position < (progress.script.target or 0):
                 self._ask()
             else:
                 logger.info("caught up with the job after %d operations", self.position)
@@ -170,13 +170,13 @@ class Replay(InContext):
 
     def _ask(self) -> int:
         """Learn what the job has done since; returns how many operations."""
-        return self.history.extend(self._told(History.key(len(self.history)), self.progress.sources))
+        return self.history.extend(self._told(History.key(len(self.history)), self.progress.script.sources))
 
     def _be_admitted(self) -> None:
         """Enter the first epoch whose plan lists this member."""
         self.report_layout()
         self.takeover.recover_between("while joining")
-        self.progress.recovery = None
+        self.progress.operation.recovery = None
 
     # -- loading ------------------------------------------------------------------------------------------
 
@@ -188,7 +188,7 @@ class Replay(InContext):
             folder, tag: as the script gave them.
         """
         begins = tag is None and self.position == 0
-        if self.progress.phase is not ScriptPhase.RESUMING:
+        if self.progress.script.phase is not ScriptPhase.RESUMING:
             self._ask()
         elif begins and os.path.abspath(folder) == os.path.abspath(self._checkpoint[0]):
             return self._load_own()

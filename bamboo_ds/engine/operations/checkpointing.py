@@ -15,7 +15,6 @@ from ...comm.standing import END
 from ...errors import EpochChanged
 from ...observe.spans import Kind
 from ...schedule import RoleProgress
-from ...state import spares
 from ...state.checkpoints import MANIFEST
 from ...state.publish import check_tag
 from ...topology import Role
@@ -36,9 +35,9 @@ logger = logging.getLogger("bamboo_ds")
 class Checkpoints(InContext):
     """``save_checkpoint`` and ``load_checkpoint``, and a save as an :class:`~..context.operation.Operation`.
 
-    A save copies all roles' state. After its commit the members write the copies, while training goes on. With
-    ``bamboo.checkpoint.asynchronous`` off they write before the commit, which waits for the complete checkpoint; a loss
-    while they write makes them repeat all of it.
+    A save copies all roles' state. The members write the copies before its commit, which waits for the complete
+    checkpoint; a loss while they write makes them repeat all of it. With ``bamboo.checkpoint.asynchronous`` they write
+    after the commit, while training goes on.
     """
 
     replay: Replay
@@ -77,7 +76,7 @@ class Checkpoints(InContext):
 
     def load(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
         """See :meth:`..pipeline_engine.BambooPipelineEngine.load_checkpoint`."""
-        if self.progress.behind:
+        if self.progress.script.behind:
             return self.replay.load(lambda name: self.ds.load_checkpoint(folder, name, *args, **kwargs), folder, tag)
         if self.history.save_folders() or self.epoch.plan.generation:
             # It may be the one that is being written, by this start of the job or an earlier one.
@@ -87,7 +86,6 @@ class Checkpoints(InContext):
         if self.places.mirror is not None:
             tag = self.places.bring(folder, tag)
             self.epoch.transport.barrier()  # hosts that share the folder have all looked into it
-        spares.settle_for_loading(Path(folder), tag)
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         self.copies.iteration.exchanged.loaded()
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
@@ -108,13 +106,13 @@ class Checkpoints(InContext):
         self.commit()
 
     def commit(self) -> None:
-        self.progress.entered = True
+        self.progress.operation.entered = True
         attempt = self._attempt if self.epoch.leads else 0
         self.commits.agree(torch.tensor([attempt, self._left_out, self._complete], dtype=torch.float64))
 
     def repeatable(self) -> bool:
         """The copies of a role that was taken over died with its owner."""
-        return not any(runtime.role in self.progress.taken_over for runtime in self.binding.owned())
+        return not any(runtime.role in self.progress.operation.taken_over for runtime in self.binding.owned())
 
     def finish(self, outcome: Outcome) -> None:
         saves = self.saves
@@ -149,7 +147,7 @@ class End(InContext):
         self.commit()
 
     def commit(self) -> None:
-        self.progress.entered = True
+        self.progress.operation.entered = True
         self.commits.agree(torch.zeros(1, dtype=torch.float64), fenced=False)
 
     def repeatable(self) -> bool:

@@ -114,7 +114,7 @@ class Evaluation(InContext):
     # -- the operation ------------------------------------------------------------------------------------
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        self.progress.evaluating = True
+        self.progress.operation.evaluating = True
         self._changed.clear()
         try:
             self.iteration.exchanged.compare()
@@ -132,7 +132,7 @@ class Evaluation(InContext):
                             self._forward(runtime.role, m)
                         self.beats.beat()
         finally:
-            self.progress.evaluating = False
+            self.progress.operation.evaluating = False
         self._replicate_layers()
         self.commit()
 
@@ -152,7 +152,7 @@ class Evaluation(InContext):
             same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
             self.iteration.replication.send_layers(runtime.role, None if same else layers)
         plan, member = self.epoch.plan, self.epoch.member
-        for role in (*plan.shadowed_by(member), *plan.learned_by(member)):
+        for role in (*plan.shadowed_by(member), *plan.built_by(member)):
             layers = self.iteration.replication.receive_layers(role)
             if layers is not None:
                 self._changed[role] = layers
@@ -185,7 +185,7 @@ class Evaluation(InContext):
                     vector[runtime.role.pipeline] = float(reduced)
         self.supply.complete(self._micro_batches)
         self.epoch.transport.drain()
-        self.progress.entered = True
+        self.progress.operation.entered = True
         self.iteration.commits.agree(
             torch.cat([vector, encode_drawn(self.epoch.layout, self.iteration.commits.drawn())])
         )
@@ -193,7 +193,7 @@ class Evaluation(InContext):
     def repeatable(self) -> bool:
         """The outputs of a last stage died with its owner; the others may have entered long before it was through."""
         last = self.epoch.layout.stages - 1
-        taken = self.progress.taken_over
+        taken = self.progress.operation.taken_over
         return not any(r.role in taken for r in self.binding.owned() if r.role.stage == last)
 
     def finish(self, outcome: Outcome) -> None:

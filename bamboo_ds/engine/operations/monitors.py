@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import os
 import time
-from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from statistics import median
 from typing import TYPE_CHECKING, Any
 
 from deepspeed.monitor.monitor import MonitorMaster
@@ -49,7 +47,7 @@ class Monitors:
         """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
         if not self._speaks():
             return
-        with self._session.acting_for(0, ignore):
+        with self._session.attachment.acting_for(0, ignore):
             if not self._complete:
                 # A second file of events in the same folder, or the same table continued.
                 self._master, self._complete = MonitorMaster(self._master.monitor_config), True
@@ -78,48 +76,32 @@ def _has_content(path: str) -> bool:
         return False
 
 
-#: Undisturbed iterations whose median duration is taken for that of an ordinary one.
-_ORDINARY = 9
-
-
 @dataclass(eq=False)
 class JobTags(InContext):
-    """What members, pauses and goodput are like, for DeepSpeed's monitors.
+    """What members and pauses are like, for DeepSpeed's monitors.
 
-    All members keep account, so that the next one that speaks goes on with what it has seen itself.
+    All members measure, since each may be the next one that writes.
     """
 
-    _since: float | None = field(default=None, init=False)
-    _productive: float = field(default=0.0, init=False)
     _seconds: float = field(default=0.0, init=False)
     _pause: float = field(default=0.0, init=False)
-    _ordinary: deque[float] = field(default_factory=lambda: deque(maxlen=_ORDINARY), init=False)
 
     @contextmanager
     def iteration(self) -> Iterator[None]:
         """The body is an iteration, with the boundary after it."""
-        begin, before = time.monotonic(), self.progress.paused
-        self._since = begin if self._since is None else self._since
+        begin = time.monotonic()
         yield
-        self._seconds, self._pause = time.monotonic() - begin, self.progress.paused
-        self.progress.paused = 0.0
-        inside = self._pause - before
-        worked = self._seconds - inside
-        if not inside:
-            self._ordinary.append(worked)
-        elif self._ordinary:
-            worked = min(worked, median(self._ordinary))  # the rest was done again
-        self._productive += max(0.0, worked)
+        self._seconds, self._pause = time.monotonic() - begin, self.progress.operation.paused
+        self.progress.operation.paused = 0.0
 
     def write(self) -> None:
         """Hand the values to the monitors, which write them on the member that speaks for the job."""
         monitor = self.ds.monitor
-        if not monitor.enabled or self._since is None:
+        if not monitor.enabled:
             return
         plan = self.epoch.plan
         shadows = plan.shadows or (None,) * len(plan.owners)
         values = {
-            "goodput": self._productive / (time.monotonic() - self._since),
             "members": len(plan.members),
             "unshadowed_stages": shadows.count(None),
             "step_seconds": self._seconds,

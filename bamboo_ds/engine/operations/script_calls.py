@@ -73,7 +73,7 @@ class ScriptCalls(InContext):
         Raises:
             UnsupportedError: it comes from within another one.
         """
-        self.progress.check_idle()
+        self.progress.operation.check_idle()
         if not self._depth:
             self.collectives.flush()
             self.follow()
@@ -89,7 +89,7 @@ class ScriptCalls(InContext):
         """The script goes on: remember how it finds what it may set."""
         self.binding.refresh()
         local = self.binding.local
-        if self.progress.behind:  # the operation before the one that it takes part in may be done now
+        if self.progress.script.behind:  # the operation before the one that it takes part in may be done now
             self.copies.note_position((self.progress.sequence - 1, False))
         self._left = Adjustable.of(local)
         self._note_count()
@@ -106,10 +106,10 @@ class ScriptCalls(InContext):
         given = isinstance(local.optimizer, NoOptimizer) and local.attributes["basic_optimizer"] is not None
         if given:
             self._take_optimizer()
-        assigned = self._follow_settings() and not self.progress.behind
-        if given and not self.progress.behind:
+        assigned = self._follow_settings() and not self.progress.script.behind
+        if given and not self.progress.script.behind:
             self._copy_optimizers()
-        written = not (self.progress.behind) and self._follow_weights()
+        written = not (self.progress.script.behind) and self._follow_weights()
         frozen = local.trains() != self._trained and self._follow_freezing()
         self.announcements.assigned |= assigned
         if written or frozen:
@@ -173,16 +173,16 @@ class ScriptCalls(InContext):
         if self._parts:
             local.layers.look_again()
         told = described(changed.values)
-        self.progress.assigned.update(told)
+        self.progress.script.assigned.update(told)
         if changed.replacement is not None:
             local.pristine = changed.replacement.pristine
-        joins = self.epoch.channel.joiner and self.progress.behind
-        if joins and self.replay.position != self.progress.target:
+        joins = self.epoch.channel.joiner and self.progress.script.behind
+        if joins and self.replay.position != self.progress.script.target:
             return False  # what the others did long ago: copies that this member gets have it
         for runtime in self.binding.runtimes.values():
             if runtime is not local:
                 runtime.catch_up()
-                if not self.progress.behind:
+                if not self.progress.script.behind:
                     changed.check(runtime)
                 changed.give(runtime)
         self.binding.reload()
@@ -202,7 +202,7 @@ class ScriptCalls(InContext):
         if not changed:
             return False
         role, changes = self.binding.local.role, self.binding.local.layers.changes
-        away = away_from(self.epoch.plan, role, self.progress.known_changes, changes.count)
+        away = away_from(self.epoch.plan, role, self.progress.script.known_changes, changes.count)
         if away:
             self._restart(away, f"the script that changes {changed[0]} and the like in ")
         changes.note(self.progress.steps)
@@ -214,7 +214,7 @@ class ScriptCalls(InContext):
                 "right after such a change makes the job start again, and so does any loss where it goes on to do so, "
                 f"with a worker for each rank: {CURE}"
             )
-        self.progress.changed.update(changed)
+        self.progress.script.changed.update(changed)
         return True
 
     def _tell_once(self, what: str) -> None:
@@ -234,7 +234,7 @@ class ScriptCalls(InContext):
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
-        if not self.progress.behind:
+        if not self.progress.script.behind:
             self.epoch.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
     def _follow_freezing(self) -> bool:
@@ -245,7 +245,7 @@ class ScriptCalls(InContext):
             FatalLoss: nobody does so with a stage whose script is lost.
         """
         local = self.binding.local
-        away = [] if self.progress.behind else without_process(self.epoch.plan)
+        away = [] if self.progress.script.behind else without_process(self.epoch.plan)
         if away:
             self._restart(away, "the script that freezes parameters, or makes them trainable, in ")
         if self.binding.runtimes.get(local.role) is not local or not local.owned:
@@ -265,9 +265,9 @@ class ScriptCalls(InContext):
 
     def place(self) -> ThreadContext:
         """Where the main thread is."""
-        if self._depth or self.progress.phase is ScriptPhase.RESUMING:
+        if self._depth or self.progress.script.phase is ScriptPhase.RESUMING:
             return "engine"
-        return "replay" if self.progress.behind else "script"
+        return "replay" if self.progress.script.behind else "script"
 
     def recover(self) -> None:
         """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""

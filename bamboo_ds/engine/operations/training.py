@@ -75,7 +75,7 @@ class Training(InContext):
         self.iteration.corruption.refuse()
         self._begin = time.monotonic()
         self.binding.refresh()
-        self.progress.position = SchedulerPosition.of(self.binding.local)
+        self.progress.script.position = SchedulerPosition.of(self.binding.local)
         self.copies.note_position((self.progress.sequence - 1, True))
         self.supply.use_training()
         self.iteration.checks.begin_iteration()
@@ -86,7 +86,7 @@ class Training(InContext):
 
     def mean_loss(self) -> torch.Tensor:
         """The iteration's mean loss, with additional ones, as DeepSpeed keeps them; the commit has agreed on it."""
-        ds, losses, local = self.ds, self.progress.agreed.losses, self.binding.local.role
+        ds, losses, local = self.ds, self.progress.operation.agreed.losses, self.binding.local.role
         ds.dp_group_loss = torch.tensor(losses[local.pipeline][0], dtype=torch.float32, device=ds.device)
         means = [mean_over_copies(self.epoch.layout, local, each).to(ds.device) for each in zip(*losses, strict=True)]
         names = list(ds.module.get_additional_losses() or {})
@@ -99,7 +99,7 @@ class Training(InContext):
             self.ds.set_data_iterator(data_iter)
         self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)
         self.iteration.steps.count_local(done["skipped"])
-        self.progress.committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
+        self.progress.operation.committed = Committed(tuple(tuple(x) for x in done["losses"]), (), 0, ())
         mean = self.ds.agg_train_loss = self.mean_loss()
         self.replay.arrive()
         return mean
@@ -110,7 +110,7 @@ class Training(InContext):
         micro_batches = self.ds.micro_batches
         for runtime in self.binding.runtimes.values():
             runtime.module.train()
-        self.progress.evaluating = False
+        self.progress.operation.evaluating = False
         torch.clear_autocast_cache()  # within the script's own context it outlives steps, on each copy another time
         for runtime in self.binding.runtimes.values():
             self.binding.use(runtime)
@@ -123,8 +123,8 @@ class Training(InContext):
             self.epoch.member,
             micro_batches,
             progress,
-            self.settings.redundancy.placement if self.mode.eager_forward else "idle" if self.mode.replicas else "none",
-            self.iteration.sums.every,
+            bubbles=self.mode.replicas,
+            sync_every=self.iteration.sums.every,
         )
         self._execute(program, until_commit=True)
 
@@ -136,16 +136,16 @@ class Training(InContext):
 
     def finish(self, outcome: Outcome) -> None:
         progress, committed = self.progress, outcome is Outcome.COMMITTED
-        agreed = progress.committed = self.iteration.commits.decoded()
+        agreed = progress.operation.committed = self.iteration.commits.decoded()
         behind = outcome is Outcome.BEHIND
         settled = self.iteration.corruption.settle(agreed, self.iteration.commits.plan, behind)
         self._execute(commit_program(self.epoch.plan, self.epoch.member)[1:], until_commit=False)
         if committed:
-            self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.resumed)
+            self.supply.collect_leftovers(self.ds.micro_batches, gradients=not progress.operation.resumed)
         else:
             self.supply.drop()
         self.binding.begin_iteration()
-        progress.changed.clear()
+        progress.script.changed.clear()
         for runtime in self.binding.runtimes.values():
             if outcome is Outcome.BEHIND and runtime.trained and runtime is not self.binding.local:
                 runtime.train_only(runtime.trained)  # of the next iteration, in which others are already

@@ -118,7 +118,7 @@ class StageVisits(InContext):
             return self._visit(self.ds.engine)
 
     def commit(self) -> None:
-        self.progress.entered = True
+        self.progress.operation.entered = True
         self.commits.agree(torch.zeros(1, dtype=torch.float64))
 
     def repeatable(self) -> bool:

@@ -59,7 +59,7 @@ class Announcements(InContext):
         """
         # What the script has assigned is compared where it is known that nothing follows: in an operation.
         sequence = self.progress.sequence if self.progress.called else _BETWEEN
-        assigned = sequence, fingerprint(self.progress.assigned)
+        assigned = sequence, fingerprint(self.progress.script.assigned)
         told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         transport = self.epoch.transport
         try:
@@ -72,9 +72,9 @@ class Announcements(InContext):
 
     def tell_again(self) -> None:
         """A plan begins: its holders of the local role's replica get what was told of the operation under way."""
-        changed, trained = bool(self.progress.changed), self.binding.local.trained
-        assigned = bool(self.progress.assigned) and self.progress.called
-        if not self.progress.joining and (changed or trained or assigned):
+        changed, trained = bool(self.progress.script.changed), self.binding.local.trained
+        assigned = bool(self.progress.script.assigned) and self.progress.called
+        if not self.progress.script.joining and (changed or trained or assigned):
             self.tell(changed, trained)
 
     def listen(self) -> None:
@@ -86,7 +86,7 @@ class Announcements(InContext):
             for _, told in self.epoch.transport.take(lane) if lane else ():
                 assert isinstance(told, torch.Tensor)
                 step, changed, sequence, assigned, *trained = told.tolist()
-                self.progress.told_assigned[replica.role] = sequence, assigned
+                self.progress.script.told_assigned[replica.role] = sequence, assigned
                 if changed:
                     replica.layers.changes.note(step)
                 if trained:
@@ -109,10 +109,10 @@ class Announcements(InContext):
             FatalLoss: a change is missing, or would be; on all members alike.
         """
         roles = role_changes(plan, reports, decision)
-        self.progress.known_changes = {role: each.changes for role, each in roles.items()}
+        self.progress.script.known_changes = {role: each.changes for role, each in roles.items()}
         step = max(report.steps for report in reports.values())
         for found, what in (
-            (lacking(roles, step) if plan.immediate else [], "what the script has just changed in "),
+            (lacking(roles, step) if plan.interrupts() else [], "what the script has just changed in "),
             (abandoned(roles, step), "the script that changes "),
         ):
             if found:
@@ -142,7 +142,7 @@ def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role,
     for report in reports.values():
         for each in report.roles:
             role = Role(*each.role)
-            away = plan.home(plan.owner(role)) != plan.world.rank(role)
+            away = plan.script_rank(plan.owner(role)) != plan.world.rank(role)
             delivered = decision.mode == "commit" or decision.progress[role].reduced
             found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
     return found

@@ -179,7 +179,7 @@ class Copies(InContext):
         self._long = max(report.iteration_s for report in reports.values()) >= LONG_S
         wanted: dict[str, Role] = {}
         sources: dict[Role, tuple[str, str]] = {}
-        for rank, builder in plan.learners:
+        for rank, builder in plan.builders:
             if rank in reports[builder].replicas:
                 continue
             role, owner = self.epoch.layout.role(rank), plan.owners[rank]

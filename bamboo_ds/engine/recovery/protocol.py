@@ -10,7 +10,7 @@ from ...comm.attachment import LISTENER
 from ...comm.calls.script import ScriptCollectives
 from ...errors import FatalLoss
 from ...observe.spans import Kind
-from ...schedule import Decision
+from ...schedule import Decision, PartProgress
 from ...topology import Plan
 from ...worker import plan_changes as plan_change
 from ..checkpoints.saving import Saves
@@ -26,11 +26,9 @@ from .copies import Copies
 from .reports import (
     JobFacts,
     MemberReport,
-    PartReport,
     Reports,
     RoleReport,
     ScriptReport,
-    SumsReport,
     decision_of,
     newest_of,
 )
@@ -73,7 +71,6 @@ class RecoveryProtocol(InContext):
             Evicted: this member was taken for lost.
         """
         begin = time.monotonic()
-        self.recording.disturbed()
         self.epoch.session.abort("recovery", orderly=True)  # else it has been aborted
         noticed = min(self.epoch.job.lost_at or begin, begin)
         with self.recording.span(Kind.AWAIT_PLAN):
@@ -103,7 +100,7 @@ class RecoveryProtocol(InContext):
         redone = self.roles.redone(plan, decision)
         seconds = planned - noticed, time.monotonic() - planned
         recovery = Recovery(decision, noticed, *seconds, *redone, self.progress.newest)
-        self.progress.recovery = recovery.after(self.progress.recovery)
+        self.progress.operation.recovery = recovery.after(self.progress.operation.recovery)
         self.announcements.tell_again()
         listener = unchanged("a listener of bamboo_ds.on_plan_change", self.binding.local.layers, count_of)
         with self.binding.for_script(), self.groups.alone(LISTENER), listener:
@@ -124,7 +121,7 @@ class RecoveryProtocol(InContext):
         self.announcements.check(plan, reports, decision)
         self.collectives.agree({m: report.script_facts() for m, report in reports.items()}, decision.step)
         self.copies.begin(plan, reports, decision)
-        if self.progress.joining:
+        if self.progress.script.joining:
             self._join(decision, reports)
         exact = max(report.exact for report in reports.values())
         self.iteration.checks.begin_again(exact, newest_of(reports)[0].steps + 1)
@@ -148,7 +145,11 @@ class RecoveryProtocol(InContext):
         newest, informed = newest_of(reports)
         sources = [(member, self.epoch.plan.place(member)) for member in informed]
         progress = self.progress
-        progress.phase, progress.target, progress.sources = ScriptPhase.CATCHING_UP, newest.history, sources
+        progress.script.phase, progress.script.target, progress.script.sources = (
+            ScriptPhase.CATCHING_UP,
+            newest.history,
+            sources,
+        )
         progress.sequence = decision.step
         progress.steps, progress.consumed = newest.steps, newest.consumed
         self.epoch.channel.ahead = newest.ahead
@@ -190,15 +191,15 @@ class RecoveryProtocol(InContext):
                 role=(runtime.role.pipeline, runtime.role.stage),
                 parts=_told(runtime) if runtime.share.begun or runtime.share.partial_pass else (),
                 reduced=self.iteration.commits.is_complete(runtime),
-                state_only=runtime.role in self.progress.taken_over,
+                state_only=runtime.role in self.progress.operation.taken_over,
                 changes=replace(runtime.layers.changes),
             )
             for runtime in self.binding.owned()
         ]
         return MemberReport(
             step=self.progress.sequence,
-            entered=self.progress.entered,
-            at_boundary=self.progress.at_boundary,
+            entered=self.progress.operation.entered,
+            at_boundary=self.progress.script.at_boundary,
             training=self.progress.training,
             roles=tuple(roles),
             helped=tuple((layout.rank(each.role), part) for each in self.binding.helped() for part in _told(each)),
@@ -210,10 +211,10 @@ class RecoveryProtocol(InContext):
             replicas=self.copies.replicas(),
             copying={layout.rank(role): each.source for role, each in self.copies.constructions.items()},
             sums=tuple(
-                SumsReport(rank=layout.rank(role), begin=begin, end=end, counts=counts)
+                (layout.rank(role), PartProgress(begin, end, sums=counts))
                 for role, begin, end, counts in self.iteration.sums.held()
             ),
-            joining=self.progress.joining,
+            joining=self.progress.script.joining,
             history=len(self.history),
             steps=self.progress.steps,
             iteration_s=self.iteration.measures.times.iteration_s,
@@ -228,17 +229,7 @@ class RecoveryProtocol(InContext):
         )
 
 
-def _told(runtime: StageRuntime) -> tuple[PartReport, ...]:
+def _told(runtime: StageRuntime) -> tuple[PartProgress, ...]:
     """The parts of a stage that are computed here."""
-    return tuple(
-        PartReport(
-            begin=part.begin,
-            end=part.end,
-            forwards=part.forwards,
-            backwards=part.backwards,
-            since=part.since,
-            given=part.gradients_held,
-            broken=runtime.share.partial_pass,
-        )
-        for part in runtime.share.parts
-    )
+    broken = runtime.share.partial_pass
+    return tuple(replace(part.progress(), given=part.gradients_held, broken=broken) for part in runtime.share.parts)

@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
-from ...schedule import Decision, Held, MemberProgress, PartProgress, RoleProgress, decide, settle
+from ...schedule import Decision, MemberProgress, PartProgress, RoleProgress, decide, settle
 from ...topology import Plan, Role, Side, part_hosts
 from ..stage.layers import Changes
 
@@ -51,40 +51,6 @@ class StartReport(JobFacts):
     device: str | None
 
 
-class PartReport(_Report):
-    """Passes of some blocks of a stage that are finished; see :class:`~bamboo_ds.schedule.PartProgress`.
-
-    Attributes:
-        given, broken: see :class:`~bamboo_ds.schedule.Held`.
-    """
-
-    begin: int
-    end: int
-    forwards: int = 0
-    backwards: int = 0
-    since: int = 0
-    given: int = 0
-    broken: bool = False
-
-    @property
-    def blocks(self) -> tuple[int, int]:
-        """The first one, and the one behind the last."""
-        return self.begin, self.end
-
-    def progress(self) -> PartProgress:
-        """What of it decides how the operation goes on."""
-        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
-
-
-class SumsReport(_Report):
-    """Sums of a part of a role that a member holds, after these numbers of micro-batches of the operation."""
-
-    rank: int
-    begin: int
-    end: int
-    counts: tuple[int, ...]
-
-
 class RoleReport(_Report):
     """What the owner of a role holds of the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
 
@@ -96,7 +62,7 @@ class RoleReport(_Report):
     """
 
     role: tuple[int, int]
-    parts: tuple[PartReport, ...]
+    parts: tuple[PartProgress, ...]
     reduced: bool
     state_only: bool
     changes: Changes
@@ -131,7 +97,7 @@ class MemberReport(JobFacts):
         stale: it lacks what the shards of other members' steps have changed.
         replicas: ranks of the roles whose replica it holds.
         copying: of the roles whose replica it builds, by rank: the member that offers the snapshot, and its key.
-        sums: that it holds, of its own roles and of others'.
+        sums: that it holds, of its own roles and of others': rank, and the part with the numbers of micro-batches.
         joining: it has just come, and takes over from the others where the job stands.
         history: operations of the script that it knows the results of.
         steps: iterations committed.
@@ -147,7 +113,7 @@ class MemberReport(JobFacts):
     at_boundary: bool
     training: bool
     roles: tuple[RoleReport, ...]
-    helped: tuple[tuple[int, PartReport], ...]
+    helped: tuple[tuple[int, PartProgress], ...]
     spent: tuple[int, ...]
     commit: tuple[float, ...] | None
     received: dict[str, dict[str, int]]
@@ -155,7 +121,7 @@ class MemberReport(JobFacts):
     stale: bool
     replicas: tuple[int, ...]
     copying: dict[int, tuple[str, str]]
-    sums: tuple[SumsReport, ...]
+    sums: tuple[tuple[int, PartProgress], ...]
     joining: bool
     history: int
     steps: int
@@ -230,30 +196,25 @@ def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest:
         theirs = {}
         ranges = list(pairwise(sorted({0, blocks, *(bound for part in own for bound in part)})))
     known = {**theirs, **own}
-    parts = [known.get(each) or PartReport(begin=each[0], end=each[1]) for each in ranges]
+    parts = [known.get(each) or PartProgress(*each) for each in ranges]
     owner = plan.owner(role)
     computing = (owner,) * len(parts) if side is None else part_hosts(owner, plan.shadow(role), side)
-    held = [_held(part, reports.get(each), rank, newest) for part, each in zip(parts, computing, strict=True)]
-    front, *rear = [part.progress() for part in parts]
     return RoleProgress(
-        forwards=front.forwards,
-        backwards=front.backwards,
-        since=front.since,
-        held=tuple(held),
+        parts=tuple(
+            _with_sums(part, reports.get(each), rank, newest) for part, each in zip(parts, computing, strict=True)
+        ),
         reduced=mine.reduced and now,
         state_only=now and (mine.state_only or (mine.reduced and not known.keys() >= set(ranges))),
-        rear=rear[0] if rear else None,
         lent=side,
     )
 
 
-def _held(part: PartReport, member: MemberReport | None, rank: int, step: int) -> Held:
-    """What ``member``, which computes ``part`` of the role of ``rank`` in operation ``step``, holds of it besides."""
-    counts: tuple[int, ...] = ()
-    for each in member.sums if member is not None and member.step == step else ():
-        if (each.rank, each.begin, each.end) == (rank, part.begin, part.end):
-            counts = each.counts
-    return Held(part.given, counts, part.broken)
+def _with_sums(part: PartProgress, member: MemberReport | None, rank: int, step: int) -> PartProgress:
+    """``part`` of the role of ``rank`` with the sums of it that ``member``, which computes it, holds in ``step``."""
+    if member is None or member.step != step:
+        return part
+    held = [each.sums for place, each in member.sums if (place, each.blocks) == (rank, part.blocks)]
+    return replace(part, sums=held[0]) if held else part
 
 
 def all_at_boundary(reports: Reports, step: int) -> bool:

@@ -47,7 +47,7 @@ class RoleTransfer(InContext):
             FatalLoss: this member has no valid state for a role that the plan gives to it.
         """
         member, runtimes = self.epoch.member, self.binding.runtimes
-        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.learned_by(member)}
+        owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.built_by(member)}
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not runtime.usable:
@@ -58,10 +58,10 @@ class RoleTransfer(InContext):
                     runtime.catch_up()
                 logger.warning("taking over role %s with %d forwards done", role, runtime.share.part.forwards)
                 runtime.owned, runtime.share.helps = True, False
-                self.progress.taken_over.add(role)
+                self.progress.operation.taken_over.add(role)
             elif runtime.share.divided and runtime.share.begun and plan.lending(role) is None:
                 logger.warning("taking over a part of role %s, which its shadow has computed", role)
-                self.progress.taken_over.add(role)
+                self.progress.operation.taken_over.add(role)
         for role in [r for r in runtimes if r not in owned]:
             if role in followed and runtimes[role].usable:
                 share, before = runtimes[role].share, runtimes[role].owned
@@ -108,7 +108,7 @@ class RoleTransfer(InContext):
 
     def drop_reductions(self, progress: Mapping[Role, RoleProgress]) -> None:
         """The iteration is resumed from ``progress``: reductions that it does not know of are done again."""
-        self.progress.entered = False
+        self.progress.operation.entered = False
         for role, runtime in self.binding.runtimes.items():
             # A replica's are still what the owner has: they protect the role while the iteration is finished.
             if not progress[role].reduced:
@@ -121,19 +121,19 @@ class RoleTransfer(InContext):
             Forward passes, backward passes, and backward passes that are not done again, since their sums are here.
         """
         forwards = backwards = kept = 0
-        self.progress.redone.clear()
+        self.progress.operation.redone.clear()
         if decision.mode == "commit":
             return 0, 0, 0
         for role in plan.owned_by(self.epoch.member):
             own = decision.progress[role]
-            if own.reduced or role not in self.progress.taken_over:
+            if own.reduced or role not in self.progress.operation.taken_over:
                 continue
             for index, part in enumerate(own.parts):
                 seen = self._seen(decision.progress, role, index, +1), self._seen(decision.progress, role, index, -1)
                 forwards += max(0, seen[0] - part.forwards)
                 backwards += max(0, seen[1] - part.backwards)
                 kept += part.since
-                self.progress.redone[role, part.begin] = seen
+                self.progress.operation.redone[role, part.begin] = seen
         return forwards, backwards, kept
 
     def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:

@@ -64,13 +64,13 @@ class Takeover(InContext):
 
     def _attempt(self, operation: Operation) -> Outcome:
         """Do what the last recovery has decided on, or all of ``operation``."""
-        decision = self.progress.pending
+        decision = self.progress.operation.pending
         try:
             if operation.draws:
                 self._check_messages()
                 if self.recovery.supply.hungry():
                     self._await_source()
-            self.progress.resumed = decision is not None
+            self.progress.operation.resumed = decision is not None
             with self.beats.busy(operation.watched):
                 if decision is not None and decision.mode == "commit":
                     operation.commit()
@@ -78,7 +78,7 @@ class Takeover(InContext):
                     operation.run(decision.progress if decision is not None else None)
         except EpochChanged as error:
             return self._interrupted(error)
-        self.progress.pending = None
+        self.progress.operation.pending = None
         return Outcome.COMMITTED
 
     def _recover_and_attempt(self, operation: Operation) -> Outcome:
@@ -90,10 +90,10 @@ class Takeover(InContext):
         except EpochChanged as error:
             return self._interrupted(error)
         if not behind:
-            self.progress.pending = decision
+            self.progress.operation.pending = decision
             return self._attempt(operation)
         # What is decided on is the next operation, for which no member is behind any more.
-        self.progress.vector, self.progress.pending = decision.commit_vector, replace(decision, behind=())
+        self.progress.vector, self.progress.operation.pending = decision.commit_vector, replace(decision, behind=())
         return Outcome.BEHIND
 
     def _interrupted(self, error: EpochChanged) -> Outcome:
@@ -103,7 +103,7 @@ class Takeover(InContext):
     def _cross_boundary(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
         """The operation is finished, after ``seconds``: what members do before the script goes on."""
         self.progress.end_operation()
-        self.progress.at_boundary = True
+        self.progress.script.at_boundary = True
         self.collectives.begin_gap(self.progress.sequence)
         if operation.takes_steps:
             try:
@@ -121,14 +121,14 @@ class Takeover(InContext):
                 self.recover_between("at a boundary")
             self.iteration.own.take()
         self.binding.use(self.binding.local)
-        if self.progress.recovery is not None and outcome is Outcome.COMMITTED:
+        if self.progress.operation.recovery is not None and outcome is Outcome.COMMITTED:
             self._report_recovery()
         begin = time.monotonic()
         if self.epoch.copied and operation.takes_steps and not self.epoch.switch_due:
             self._await_plan(min(_PATIENCE_S, _PATIENCE * seconds))
         if self.epoch.switch_due and operation.goes_on:
             self._switch(begin)
-        self.progress.at_boundary = False
+        self.progress.script.at_boundary = False
 
     def _check_messages(self) -> None:
         """Batches that may lack what a lost rank would have sent are lost, if no other end has the same.
@@ -178,7 +178,7 @@ class Takeover(InContext):
         while True:
             attempts += 1
             try:
-                self.progress.go_on_from(self.recovery.run())
+                self.progress.operation.go_on_from(self.recovery.run())
                 return attempts == 1
             except EpochChanged as error:
                 logger.info("interrupted %s: %s", where, error)
@@ -206,9 +206,9 @@ class Takeover(InContext):
             undisturbed = False
         if not (self.recover_between("at a boundary") and undisturbed):
             return
-        self.progress.recovery = None
+        self.progress.operation.recovery = None
         pause = time.monotonic() - begin
-        self.progress.paused += pause
+        self.progress.operation.paused += pause
         self.epoch.channel.event(
             "reconfigured",
             epoch=self.epoch.plan.epoch,
@@ -218,11 +218,11 @@ class Takeover(InContext):
         )
 
     def _report_recovery(self) -> None:
-        recovery, now = self.progress.recovery, time.monotonic()
+        recovery, now = self.progress.operation.recovery, time.monotonic()
         assert recovery is not None
-        self.progress.recovery = None
+        self.progress.operation.recovery = None
         pause = recovery.planned + recovery.rebuilt
-        self.progress.paused += pause
+        self.progress.operation.paused += pause
         self.epoch.channel.event(
             "recovered",
             epoch=self.epoch.plan.epoch,

@@ -312,7 +312,7 @@ def away_from(plan: Plan, own: Role, known: Mapping[Role, Changes], before: int)
 
 def without_process(plan: Plan) -> list[Role]:
     """Roles of ranks that no process runs as which computes the rank's own stage."""
-    return [role for role in plan.world.roles if plan.home(plan.owner(role)) != plan.world.rank(role)]
+    return [role for role in plan.world.roles if plan.script_rank(plan.owner(role)) != plan.world.rank(role)]
 
 
 def _newer(mine: dict[str, Any], before: dict[str, Any]) -> dict[str, Any]:

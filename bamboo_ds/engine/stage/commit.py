@@ -101,8 +101,14 @@ def encode_drawn(layout: Layout, drawn: Mapping[Role, int]) -> torch.Tensor:
     """Checksums of what iterators have given, as float64, by pipeline and end; 0 where nothing was drawn for an end."""
     vector = torch.zeros(2 * layout.pipelines, dtype=torch.float64)
     for role, checksum in drawn.items():
-        vector[2 * role.pipeline + bool(role.stage)] = checksum + 1  # CRC-32 is exact in a float64
+        for end in ends_of(layout, role):
+            vector[2 * role.pipeline + end] = checksum + 1  # CRC-32 is exact in a float64
     return vector
+
+
+def ends_of(layout: Layout, role: Role) -> list[int]:
+    """Which ends of its pipeline the role is, 0 the first and 1 the last: a stage alone is both."""
+    return [end for end, stage in enumerate((0, layout.stages - 1)) if role.stage == stage]
 
 
 def alike(drawn: Sequence[float]) -> bool | None:
@@ -135,9 +141,11 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
     for role in mine.mismatches:
         parts["mismatches"][layout.rank(role)] = 1
     for role, found in mine.consumed.items():
-        if len(found) != form.accounted:
-            raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {form.accounted}")
-        parts["consumed"][role.pipeline, int(bool(role.stage))] = torch.tensor(found, dtype=torch.float64)
+        ends = ends_of(layout, role)
+        if len(found) != len(ends) * form.accounted:
+            expected = len(ends) * form.accounted
+            raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {expected}")
+        parts["consumed"][role.pipeline, ends] = torch.tensor(found, dtype=torch.float64).view(len(ends), -1)
     parts["drawn"] = encode_drawn(layout, mine.drawn)
     parts["redundant"][0] = mine.redundant
     for (role, owned), checksum in mine.held.items() if form.votes else ():

@@ -55,15 +55,15 @@ class RoleGroups:
 
     def acting_for(self, role: Role, answer: Answer) -> AbstractContextManager[None]:
         """In the body this process is the rank of ``role``, and collectives are answered by ``answer``."""
-        return self._session.acting_for(self.layout.rank(role), answer)
+        return self._session.attachment.acting_for(self.layout.rank(role), answer)
 
     def note_pass(self, passing: bool) -> None:
         """The main thread begins or ends a pass. Layers that are whole call no collectives in it."""
-        self._session.note_pass(passing and self.layout.slices == 1)
+        self._session.attachment.passing = passing and self.layout.slices == 1
 
     def alone(self, what: Alone) -> AbstractContextManager[None]:
         """In the body ``what`` of the script runs, which must not communicate; tensor slices draw batches together."""
-        return nullcontext() if what is DRAW and self.layout.slices > 1 else self._session.among_nobody(what)
+        return nullcontext() if what is DRAW and self.layout.slices > 1 else self._session.attachment.among_nobody(what)
 
     def check(self) -> None:
         """Raise ``EpochChanged`` if the current epoch is aborted."""
@@ -79,4 +79,4 @@ class RoleGroups:
         if layout.slices == 1:
             return nullcontext()
         mine, bound = ([layout.rank(each) for each in layout.slices_with(r)] for r in (local, role))
-        return self._session.among_slices(mine, bound, passing)
+        return self._session.attachment.among_slices(mine, bound, passing)

@@ -59,7 +59,7 @@ class Part:
 
     def progress(self) -> PartProgress:
         """The passes that are finished."""
-        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
+        return PartProgress(self.begin, self.end, self.forwards, self.backwards, self.since)
 
     @property
     def gradients_held(self) -> int:
@@ -186,8 +186,9 @@ class Results:
         loss: the pipeline's mean loss (and additional losses), if the role is the last stage and all of its forwards
             are done or its replica was received.
         layers: what the layers keep, which came with a replica's reduced gradients; applied at the step.
-        consumed: checksum of each micro-batch that a first or last stage has loaded, if there is a ledger. It travels
-            with the reduced gradients that the micro-batch has contributed to.
+        consumed: checksum of each micro-batch that a first or last stage has loaded, with ``observe.checksums``; of a
+            stage that is both, those of the labels behind those of the inputs. It travels with the reduced gradients
+            that the micro-batch has contributed to.
     """
 
     tied: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -203,7 +204,7 @@ class Results:
         self.reduced = self.measured = self.loss = self.layers = None
 
     def checksums(self) -> list[int]:
-        """``consumed`` in the order of the micro-batches, all of which a first or last stage has loaded."""
+        """``consumed`` in order, once all micro-batches are loaded."""
         return [self.consumed[m] for m in range(len(self.consumed))]
 
 

@@ -10,13 +10,15 @@ newest steps is added up and forgotten, so that its memory is bounded by the mem
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from math import inf
 from statistics import median
 
 from .. import events as ev
 from .accounted import Accounted, GoodputReport, MemberAccount
-from .lives import Category, Interval, Life, Rank, spent
+from .lives import Category, Interval, Life, Rank, divided, spent
 from .settled import Settled, SettledSteps
 
 #: Undisturbed steps whose median duration is taken for that of an ordinary step.
@@ -113,7 +115,6 @@ class Accountant:
         self._ordinary: deque[float] = deque(maxlen=_ORDINARY_STEPS)
         self._saved: dict[str, int] = {}
         self._settled = Settled()
-        self._first: float | None = None  # begin of the first life
         self._begin(None)
 
     def _begin(self, at: float | None) -> None:
@@ -173,8 +174,8 @@ class Accountant:
             case ev.Step():
                 self._step(event, now)
             case ev.CheckpointSaved():
-                self._saved[event.path] = event.step
-                self._save(now - event.seconds)
+                self._saved[event.path] = _key(event)
+                self._save(now if event.waited else now - event.seconds)
             case ev.Fatal():
                 self._stop(now)
             case ev.Restart():
@@ -188,26 +189,24 @@ class Accountant:
         return [self._members[member] for member in members if member in self._members]
 
     def _living(self) -> list[Life]:
-        return [life for life in self._members.values() if life.end is None]
+        return [life for life in self._members.values() if life.end == inf]
 
     def _join(self, member: str, now: float) -> None:
-        if member not in self._members or self._members[member].end is not None:
-            earlier = [life.end for life in self._lives if life.member == member and life.end is not None]
+        if member not in self._members or self._members[member].end < inf:
+            earlier = [life.end for life in self._lives if life.member == member and life.end < inf]
             self._members[member] = Life(member, max([now if self._started is None else self._started, *earlier]))
             self._lives.append(self._members[member])
-            begin = self._members[member].begin
-            self._first = begin if self._first is None else min(self._first, begin)
 
     def _lose(self, member: str, fault: float) -> None:
         for life in self._of([member]):
-            if life.end is None:
+            if life.end == inf:
                 life.close(fault)
                 life.dropped = None
                 self._lost.append(life)
 
     def _first_fault(self) -> float | None:
         """Since the last step."""
-        return min((life.end for life in self._lost if life.end is not None), default=None)
+        return min((life.end for life in self._lost), default=None)
 
     def _plan(self, plan: ev.PlanWritten, now: float) -> None:
         self._plans[plan.epoch] = plan
@@ -251,7 +250,7 @@ class Accountant:
         self._enter(event.epoch, begin)
         plan = self._plans.get(event.epoch)
         lives = self._of(plan.members) if plan else self._living()
-        key = event.step if event.global_step is None else event.global_step
+        key = _key(event)
         for life in lives:
             if life.dropped is not None:  # by a plan that members enter after this step
                 life.dropped = max(life.dropped, now)
@@ -287,19 +286,19 @@ class Accountant:
             if step.run != self._run or (step.key < key and not step.undone):
                 return
             step.undone = True
-        self._settled.undo(self._run, key=key)
+        self._settled.undo(self._run, key)
 
-    def _save(self, copied: float) -> None:
-        """A checkpoint was copied to host memory until ``copied``: training was held since the step before."""
-        before = next((step.end for step in reversed(self._steps) if step.end <= copied), copied)
+    def _save(self, end: float) -> None:
+        """A checkpoint was copied, or written, until ``end``: training was held since the step before."""
+        before = next((step.end for step in reversed(self._steps) if step.end <= end), end)
         for life in self._living():
-            life.label(before, copied, Rank.GAP, Category.CHECKPOINT)
+            life.label(before, end, Rank.GAP, Category.CHECKPOINT)
 
     def _stop(self, now: float) -> None:
         """No member holds some stage: the interrupted step is wasted, and members wait from now on."""
         if self._stopped is None:
             self._stopped = now
-            fault = min((life.end for life in self._lost if life.end is not None), default=now)
+            fault = min((life.end for life in self._lost), default=now)
             for life in [*self._living(), *self._lost]:
                 if self._last is not None:
                     life.label(self._last.end, fault, Rank.STEP, Category.WASTED)
@@ -308,9 +307,7 @@ class Accountant:
     def _restart(self, event: ev.Restart, now: float) -> None:
         kept = 0 if event.checkpoint is None else self._saved.get(event.checkpoint)
         if kept is not None:  # else the first step that is repeated tells
-            for step in self._steps:
-                step.undone |= step.run == self._run and step.number > kept
-            self._settled.undo(self._run, number=kept + 1)
+            self._undo(kept + 1)
         self._end(now)
         self._begin(now)
 
@@ -321,43 +318,51 @@ class Accountant:
                 life.label(self._stopped, now, Rank.STOPPED, Category.WAITING)
             life.close(now if life.dropped is None else life.dropped)
 
-    def _complete(self, until: float | None = None) -> None:
-        """Label what is known only in hindsight, up to ``until``."""
+    @contextmanager
+    def _labelled(self, until: float, over: bool = True) -> Iterator[None]:
+        """Within the body lives have all labels before ``until``, also those that later events may still change.
+
+        Args:
+            over: as if the job ended now.
+        """
+        marks = [(life, life.mark()) for life in self._lives]
+        if over:
+            self._end(self._now)
+        else:
+            self._idle(self._now)
         for step in self._steps:
-            if until is None or step.end <= until:
-                for life in step.lives:
-                    life.label(step.begin, step.end, Rank.STEP, step.category)
+            for life in step.lives if step.begin < until else ():
+                life.label(step.begin, step.end, Rank.STEP, step.category)
         for recovery in self._recoveries:
-            if until is None or recovery.begin < until:
-                recovery.label()
+            recovery.label()
         for life, begin, end in self._built:
-            if until is None or end <= until:
-                life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
+            life.refine(begin, end, Category.STANDBY, Category.RECONFIGURATION)
+        try:
+            yield
+        finally:
+            for life, mark in marks:
+                life.rewind(mark)
 
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def _settle(self, until: float) -> None:
         """Add up what is before ``until``, between two steps, and forget it."""
-        epoch, since = self._entered
-        if since < until:
-            self._idle(until)
-            self._entered = epoch, until
-        self._complete(until)
-        started = [life for life in self._lives if life.started(until) or (life.end is not None and life.end <= until)]
-        sums = spent(started, until)
+        with self._labelled(until, over=False):
+            started = [life for life in self._lives if life.started(until) or life.end <= until]
+            sums = spent(divided(started, until))
         self._settled.add(sums)
         for life in started:
             life.settle(until)
+            if life.end <= until:
+                self._settled.end(life)
+                self._lives.remove(life)
+                if self._members.get(life.member) is life:
+                    del self._members[life.member]
         self._note_steps([step for step in self._steps if step.end <= until], sums[Category.PRODUCTIVE])
         self._steps = [step for step in self._steps if step.end > until]
         self._recoveries = [recovery for recovery in self._recoveries if recovery.end > until]
         self._built = [built for built in self._built if built[2] > until]
-        over = {id(life): life for life in started if life.end is not None and life.end <= until}
-        for life in over.values():
-            self._settled.end(life.seconds, life.begin + life.seconds)
-        self._lives = [life for life in self._lives if id(life) not in over]
-        self._members = {member: life for member, life in self._members.items() if id(life) not in over}
-        for old in [each for each in self._plans if each < epoch]:
+        for old in [each for each in self._plans if each < self._entered[0]]:
             del self._plans[old]
 
     def _note_steps(self, steps: list[_Step], seconds: float) -> None:
@@ -366,71 +371,60 @@ class Accountant:
         self._settled.repeated += sum(step.count for step in steps) - count
         if counted:
             first, last = counted[0], counted[-1]
-            keys, numbers = (first.key - first.count + 1, last.key), (first.number - first.count + 1, last.number)
-            self._settled.note(SettledSteps(last.run, keys, numbers, count, seconds))
+            span = last.key - first.key + first.count
+            self._settled.note(SettledSteps(last.run, last.key, span, count, seconds))
 
     # -- sums ----------------------------------------------------------------------------------------
 
     @property
-    def last_step(self) -> float | None:
-        """When the newest step ended: until then nothing is open but what a restart, or a finished copy, may change."""
-        return self._steps[-1].end if self._steps else None
+    def last_step(self) -> float:
+        """When the newest step ended, in seconds since the first event; ``-inf``: there is none.
 
-    def snapshot(self, until: float | None = None) -> Accounted:
+        Until then nothing is open but what a restart, or a finished copy, may change.
+        """
+        return self._steps[-1].end if self._steps else -inf
+
+    def snapshot(self, until: float = inf) -> Accounted:
         """What the members' time was spent on until the newest event, or until :attr:`last_step`."""
-        marks = [(life, life.mark()) for life in self._lives]
-        self._end(self._now)
-        self._complete()
-        sums, settled = spent(self._lives, until), self._settled
-        ends = [life.end if until is None else min(life.end, until) for life in self._lives if life.end is not None]
-        seconds = sum(max(0.0, end - life.begin) for life, end in zip(self._lives, ends, strict=True))
-        seconds += settled.seconds
-        ends += [] if settled.ended is None else [settled.ended]
-        for life, mark in marks:
-            life.rewind(mark)
-        categories = {category: settled.categories[category] + sums[category] for category in Category}
+        with self._labelled(until):
+            return self._added(divided(self._lives, until), until)
+
+    def report(self) -> GoodputReport:
+        """The same until the newest event, with every interval of every member. The accountant must not settle."""
+        with self._labelled(inf):
+            groups = divided(self._lives)
+            total = self._added(groups)
+        cut = {id(life): each for lives, each in groups for life in lives}
+        intervals: dict[str, list[Interval]] = {life.member: [] for life in self._lives}
+        for life in self._lives:
+            intervals[life.member] += cut[id(life)]
+        return GoodputReport(
+            **dict(total),
+            steps_per_second=total.steps / total.wall_seconds if total.wall_seconds else None,
+            losses=self._losses,
+            leaves=self._leaves,
+            restarts=self._restarts,
+            members={member: MemberAccount.of(spent([([member], mine)])) for member, mine in intervals.items()},
+            intervals=intervals,
+        )
+
+    def _added(self, groups: list[tuple[list[Life], list[Interval]]], until: float = inf) -> Accounted:
+        """The account of what is settled and of all lives, which are ``groups`` and have ends for now."""
+        settled = self._settled
+        sums = spent(groups)
+        spans = [settled.span, *((life.begin, min(life.end, until)) for life in self._lives)]
+        spans = [(begin, end) for begin, end in spans if begin < end]
         kept = sum(step.count for step in self._steps if not step.undone)
         return Accounted(
-            seconds=seconds,
-            goodput=categories[Category.PRODUCTIVE] / seconds if seconds else None,
-            categories=categories,
-            wall_seconds=max(ends) - self._first if ends and self._first is not None else 0.0,
+            **dict(MemberAccount.of({each: settled.categories[each] + sums[each] for each in Category})),
+            wall_seconds=max(end for _, end in spans) - min(begin for begin, _ in spans) if spans else 0.0,
             steps=settled.steps + kept,
             repeated_steps=settled.repeated + sum(step.count for step in self._steps) - kept,
         )
 
-    def report(self) -> GoodputReport:
-        """Every interval of every member. The accountant must not settle, and takes no event afterwards."""
-        self._end(self._now)
-        self._complete()
-        lives: dict[str, list[Life]] = {}
-        for life in self._lives:
-            lives.setdefault(life.member, []).append(life)
-        intervals = {member: [each for life in mine for each in life.cut()] for member, mine in lives.items()}
-        every = [each for mine in intervals.values() for each in mine]
-        wall = max((each.end for each in every), default=0.0) - min((each.begin for each in every), default=0.0)
-        steps = sum(step.count for step in self._steps if not step.undone)
-        return GoodputReport(
-            **dict(_account(self._lives, every)),
-            wall_seconds=wall,
-            steps=steps,
-            repeated_steps=sum(step.count for step in self._steps if step.undone),
-            steps_per_second=steps / wall if wall else None,
-            losses=self._losses,
-            leaves=self._leaves,
-            restarts=self._restarts,
-            members={member: _account(mine, intervals[member]) for member, mine in lives.items()},
-            intervals=intervals,
-        )
 
-
-def _account(lives: Collection[Life], intervals: Collection[Interval]) -> MemberAccount:
-    categories = dict.fromkeys(Category, 0.0)
-    for interval in intervals:
-        categories[interval.category] += interval.end - interval.begin
-    seconds = sum(life.seconds for life in lives)
-    goodput = categories[Category.PRODUCTIVE] / seconds if seconds else None
-    return MemberAccount(seconds=seconds, goodput=goodput, categories=categories)
+def _key(event: ev.Step | ev.CheckpointSaved) -> int:
+    return event.step if event.global_step is None else event.global_step
 
 
 def account(events: Iterable[ev.Event]) -> GoodputReport:

@@ -16,6 +16,13 @@ class MemberAccount(BaseModel):
     goodput: float | None = Field(description="productive share of the seconds; null if there are none")
     categories: dict[Category, float] = Field(description="seconds of each category")
 
+    @classmethod
+    def of(cls, categories: dict[Category, float]) -> MemberAccount:
+        """The account of seconds by category."""
+        seconds = sum(categories.values())
+        goodput = categories[Category.PRODUCTIVE] / seconds if seconds else None
+        return MemberAccount(seconds=seconds, goodput=goodput, categories=categories)
+
 
 class Accounted(MemberAccount):
     """The account of all members together; its seconds are member-seconds."""

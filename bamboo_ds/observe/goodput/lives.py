@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import heapq
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
 from itertools import pairwise
+from math import inf
 
 
 class Category(str, Enum):
@@ -66,14 +67,14 @@ class Life:
     """One member from its begin to its end, in seconds.
 
     Attributes:
-        end: ``None`` while it goes on.
+        end: infinite while it goes on.
         dropped: since when plans do without the member.
         since: begin of the part that is not settled.
     """
 
     member: str
     begin: float
-    end: float | None = None
+    end: float = inf
     dropped: float | None = None
     since: float = field(init=False)
     _labels: list[tuple[float, float, Rank, Category]] = field(default_factory=list)
@@ -93,19 +94,19 @@ class Life:
 
     def close(self, end: float) -> None:
         """End the life, if it goes on."""
-        if self.end is None:
+        if self.end == inf:
             self.end = max(self.since, end)
 
-    @property
-    def state(self) -> tuple[object, ...]:
-        """Lives of equal states are cut equally, from :attr:`since` on."""
-        return self.since == self.begin, self.since, self.end, self.dropped, *self._labels
+    def told(self, until: float) -> tuple[object, ...]:
+        """What :meth:`cut` is made of: equal for lives that are cut equally."""
+        labels = [label for label in self._labels if label[0] < until]
+        return self.since == self.begin, self.since, self.end, self.dropped, *labels
 
-    def mark(self) -> tuple[float | None, int]:
+    def mark(self) -> tuple[float, int]:
         """What :meth:`rewind` goes back to."""
         return self.end, len(self._labels)
 
-    def rewind(self, mark: tuple[float | None, int]) -> None:
+    def rewind(self, mark: tuple[float, int]) -> None:
         """Forget what was said of the life since :meth:`mark`."""
         self.end = mark[0]
         del self._labels[mark[1] :]
@@ -118,22 +119,16 @@ class Life:
 
     def settle(self, until: float) -> None:
         """Forget what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
-        self.since = max(self.since, until if self.end is None else min(until, self.end))
+        self.since = max(self.since, min(until, self.end))
         self._labels = [label for label in self._labels if label[1] > self.since]
 
-    @property
-    def seconds(self) -> float:
-        """How long it lasts. The life must have ended."""
-        assert self.end is not None
-        return self.end - self.begin
-
-    def cut(self, until: float | None = None) -> list[Interval]:
+    def cut(self, until: float = inf) -> list[Interval]:
         """Intervals from :attr:`since` to ``until``, by default to the end, in order. The life must have ended by then.
 
         Where it was settled before, the member has started.
         """
-        last = self.end if until is None else until if self.end is None else min(until, self.end)
-        assert last is not None
+        last = min(until, self.end)
+        assert last < inf
         if last <= self.since:
             return []
         ready = min((begin for begin, _, _, category in self._labels if category in _STARTED), default=last)
@@ -163,13 +158,21 @@ class Life:
         return found
 
 
-def spent(lives: Iterable[Life], until: float | None = None) -> dict[Category, float]:
-    """Seconds by category that are not settled. Most members do the same: each such group is cut once."""
+def divided(lives: Iterable[Life], until: float = inf) -> list[tuple[list[Life], list[Interval]]]:
+    """What is not settled of the lives: of such with equal labels together, the intervals of each.
+
+    Most members do the same: each such group is cut once.
+    """
     groups: dict[tuple[object, ...], list[Life]] = {}
     for life in lives:
-        groups.setdefault(life.state, []).append(life)
+        groups.setdefault(life.told(until), []).append(life)
+    return [(alike, alike[0].cut(until)) for alike in groups.values()]
+
+
+def spent(groups: Iterable[tuple[Sized, Iterable[Interval]]]) -> dict[Category, float]:
+    """Member-seconds by category of members, each of which has the intervals beside them."""
     sums = dict.fromkeys(Category, 0.0)
-    for same in groups.values():
-        for interval in same[0].cut(until):
-            sums[interval.category] += (interval.end - interval.begin) * len(same)
+    for members, intervals in groups:
+        for interval in intervals:
+            sums[interval.category] += (interval.end - interval.begin) * len(members)
     return sums

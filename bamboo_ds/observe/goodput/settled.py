@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import inf
 
-from .lives import Category
+from .lives import Category, Life
 
 #: Stretches of settled steps that a restart can still undo, the newest ones.
 _STRETCHES = 1024
@@ -17,13 +18,14 @@ class SettledSteps:
     """Successive steps of one run, as far as they count.
 
     Attributes:
-        keys, numbers: the first and the last step's.
+        key: the last step's.
+        span: how many they are, with those between them that do not count.
         seconds: what was productive of them.
     """
 
     run: int
-    keys: tuple[int, int]
-    numbers: tuple[int, int]
+    key: int
+    span: int
     count: int
     seconds: float
 
@@ -34,14 +36,13 @@ class Settled:
     Attributes:
         categories: member-seconds.
         steps, repeated: committed steps that count, and that were done again.
-        seconds, ended: how long the members lived that are gone, and when the last of them ended.
+        span: when the first one began, and the last one ended, of members that are gone.
     """
 
     def __init__(self) -> None:
         self.categories = dict.fromkeys(Category, 0.0)
         self.steps = self.repeated = 0
-        self.seconds = 0.0
-        self.ended: float | None = None
+        self.span = inf, -inf
         self._stretches: deque[SettledSteps] = deque(maxlen=_STRETCHES)
 
     def add(self, categories: Mapping[Category, float]) -> None:
@@ -49,10 +50,10 @@ class Settled:
         for category, seconds in categories.items():
             self.categories[category] += seconds
 
-    def end(self, seconds: float, at: float) -> None:
-        """A member is gone that lived so long."""
-        self.seconds += seconds
-        self.ended = at if self.ended is None else max(self.ended, at)
+    def end(self, life: Life) -> None:
+        """A member is gone that has lived."""
+        if life.begin < life.end:
+            self.span = min(self.span[0], life.begin), max(self.span[1], life.end)
 
     def move(self, seconds: float, before: Category, after: Category) -> None:
         """What was taken for ``before`` is ``after``."""
@@ -64,13 +65,13 @@ class Settled:
         self.steps += stretch.count
         self._stretches.append(stretch)
 
-    def undo(self, run: int, key: int | None = None, number: int | None = None) -> None:
-        """A run repeats its steps from ``key``, or from ``number``, on; of a stretch in part the mean counts."""
+    def undo(self, run: int, key: int) -> None:
+        """A run repeats its steps from ``key`` on; of a stretch in part the mean counts."""
         for stretch in reversed(list(self._stretches)):
-            steps = stretch.keys[1] - key + 1 if key is not None else stretch.numbers[1] - (number or 0) + 1
+            steps = stretch.key - key + 1
             if stretch.run != run or steps <= 0:
                 return
-            share = min(1.0, steps / (stretch.keys[1] - stretch.keys[0] + 1))
+            share = min(1.0, steps / stretch.span)
             count, seconds = round(stretch.count * share), stretch.seconds * share
             self.steps -= count
             self.repeated += count
@@ -79,5 +80,4 @@ class Settled:
                 self._stretches.remove(stretch)
                 continue
             stretch.count, stretch.seconds = stretch.count - count, stretch.seconds - seconds
-            stretch.keys = stretch.keys[0], stretch.keys[1] - steps
-            stretch.numbers = stretch.numbers[0], stretch.numbers[1] - steps
+            stretch.key, stretch.span = stretch.key - steps, stretch.span - steps

@@ -156,7 +156,7 @@ function aboutMember(member, below) {
       ["host", member.host],
       ["zone", member.zone],
       ["since", member.joined === null ? null : date(member.joined)],
-      ["script's rank", member.home],
+      ["script's rank", member.script_rank],
       ["owns", member.roles.length ? roles(member.roles) : "nothing"],
       ["shadow of", member.shadows.length ? roles(member.shadows) : "nothing"],
       ["copies", member.copies.length ? roles(member.copies) : null],

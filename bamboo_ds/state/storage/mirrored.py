@@ -136,12 +136,6 @@ class MirroredFolder:
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
-    def make_spare(self, job: str, save_id: str) -> None:
-        """What a script deletes is still in the mirror."""
-
-    def end_spare(self, job: str) -> None:
-        """As above."""
-
     def check(self, known: KnownFolder | None) -> None:
         """Make the folder."""
         with self._here(f"{self.folder.path} cannot be made"):

@@ -133,12 +133,6 @@ class ObjectStore:
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
-    def make_spare(self, job: str, save_id: str) -> None:
-        """No script deletes anything here."""
-
-    def end_spare(self, job: str) -> None:
-        """As above."""
-
     def check(self, known: KnownFolder | None) -> None:
         """A prefix need not be made."""
 

@@ -69,11 +69,11 @@ def first_plan(case: Case, draw: int) -> Plan:
     random, layout = Random(draw), case.layout
     plan = with_redundancy(initial_plan([f"m{rank}" for rank in range(layout.size)]), layout, case.mode != "none")
     if case.standby and any(plan.shadows):
-        home = random.randrange(layout.size)
-        mine = [rank for rank in range(layout.size) if rank % layout.slices == home % layout.slices]
+        script_rank = random.randrange(layout.size)
+        mine = [rank for rank in range(layout.size) if rank % layout.slices == script_rank % layout.slices]
         shadows = ["s0" if rank in mine and random.random() < 0.6 else each for rank, each in enumerate(plan.shadows)]
-        members, homes = (*plan.members, "s0"), (*plan.homes, home)
-        plan = replace(plan, shadows=tuple(shadows), members=members, homes=homes)
+        members, script_ranks = (*plan.members, "s0"), (*plan.script_ranks, script_rank)
+        plan = replace(plan, shadows=tuple(shadows), members=members, script_ranks=script_ranks)
     return lent(plan, case, random)
 
 

@@ -43,7 +43,7 @@ class Copies:
         epoch, name = member.epoch, member.name
         wanted: dict[str, Role] = {}
         sources: dict[Role, tuple[str, str]] = {}
-        for rank, builder in epoch.plan.learners:
+        for rank, builder in epoch.plan.builders:
             if rank in epoch.reports[builder].replicas:
                 continue
             role, owner = self._layout.role(rank), epoch.plan.owners[rank]
@@ -80,7 +80,7 @@ class Copies:
     def complete_arrived(self, member: Member) -> None:
         """In the middle of a long iteration: complete the copies that are there, but for the script's own stage."""
         for role, built in list(member.building.items()):
-            if built.incoming is None and role != member.home and self._random.random() < 0.05:
+            if built.incoming is None and role != member.script_rank and self._random.random() < 0.05:
                 self._catch_up(member, role)
 
     def _catch_up(self, member: Member, role: Role) -> None:

@@ -7,7 +7,7 @@ from itertools import product
 from math import prod
 
 from bamboo_ds.engine.recovery.reports import Reports, _progress
-from bamboo_ds.schedule import Decision, Held, PartProgress, RoleProgress, beside, ways
+from bamboo_ds.schedule import Decision, PartProgress, RoleProgress, beside, ways
 from bamboo_ds.topology import Plan, Role
 
 from .case import Case
@@ -38,12 +38,8 @@ def check_furthest(case: Case, plan: Plan, reports: Reports, decision: Decision)
     return True
 
 
-def _held(done: RoleProgress) -> tuple[Held, ...]:
-    return done.held or (Held(),) * len(done.parts)
-
-
 def _ways(done: RoleProgress) -> Iterator[_Way]:
-    parts = [ways(part, held) for part, held in zip(done.parts, _held(done), strict=True)]
+    parts = [ways(part) for part in done.parts]
     if done.reduced:
         yield True, tuple(each[0] for each in parts)
     for combined in product(*parts):
@@ -54,7 +50,7 @@ def _more(done: RoleProgress, one: _Way, other: _Way) -> bool:
     """Whether ``one`` has some part that is further than in ``other``."""
     if one[0] != other[0]:
         return one[0]
-    places = [ways(part, held) for part, held in zip(done.parts, _held(done), strict=True)]
+    places = [ways(part) for part in done.parts]
     return any(each.index(a) < each.index(b) for each, a, b in zip(places, one[1], other[1], strict=True))
 
 
@@ -67,7 +63,7 @@ def _fits(case: Case, plan: Plan, told: Mapping[Role, RoleProgress], taken: Mapp
             if role.stage in case.tied or not all(taken[each][0] for each in layout.siblings(role)):
                 return False
             bare = told[role].state_only
-            mine = tuple(PartProgress(part.begin, every, every, every if bare else part.since) for part in mine)
+            mine = tuple(part.passes(every, every, every if bare else part.since) for part in mine)
         parts.append(mine)
     for rank, role in enumerate(layout.roles):
         slices = [parts[layout.rank(each)][0] for each in layout.slices_with(role)]
@@ -78,8 +74,8 @@ def _fits(case: Case, plan: Plan, told: Mapping[Role, RoleProgress], taken: Mapp
             if behind is not None and parts[behind[0]][behind[1]].forwards < part.since:
                 return False
             if before is not None:
-                theirs, was = parts[before[0]][before[1]], told[layout.roles[before[0]]]
-                given = _held(was)[before[1]].given if theirs.backwards >= was.parts[before[1]].backwards else 0
+                theirs, was = parts[before[0]][before[1]], told[layout.roles[before[0]]].parts[before[1]]
+                given = was.given if theirs.backwards >= was.backwards else 0
                 if max(theirs.backwards, given) < part.since:
                     return False
     return True

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
+from dataclasses import replace
 from typing import Any
 
 from bamboo_ds.engine.context.lanes import assists
-from bamboo_ds.schedule import Held, PartProgress, ways
+from bamboo_ds.schedule import PartProgress, ways
 from bamboo_ds.topology import Role
 
 from .members import Job, Member, Part, Runtime, Waits
@@ -105,7 +106,7 @@ class Instructions:
         """Whom the owner of a role tells what it does."""
         plan = member.plan
         rank, shadow = self._layout.rank(role), plan.shadow(role)
-        builders = [builder for learned, builder in plan.learners if learned == rank]
+        builders = [builder for learned, builder in plan.builders if learned == rank]
         return [*([] if shadow is None else [shadow]), *builders]
 
     def _load(self, member: Member, step: Step) -> None:
@@ -280,7 +281,7 @@ class Instructions:
             return
         member.hold(runtime.role, *queue.popleft())
         held = tuple(member.sums.get((runtime.role, part.begin, part.end), ()))
-        self._move(member, runtime, part, ways(part.progress(), Held(sums=held))[0])
+        self._move(member, runtime, part, ways(replace(part.progress(), sums=held))[0])
 
     def _sums_of(self, runtime: Runtime) -> tuple[int, ...]:
         """The sums of a role, of all of its parts, which have to be the same."""

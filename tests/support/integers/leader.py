@@ -16,10 +16,10 @@ from .world import World
 
 
 @lru_cache(maxsize=256)
-def _record(name: str, slot: int, home: int, joiner: bool, leaves: bool) -> MemberRecord:
+def _record(name: str, slot: int, script_rank: int, joiner: bool, leaves: bool) -> MemberRecord:
     common = {"host": name, "address": "h", "pid": 1, "agent_pid": 2, "incarnation": "x"}
     state = "leaving" if leaves else "running"
-    return MemberRecord(id=name, slot=slot, home=home, joiner=joiner, state=state, **common)
+    return MemberRecord(id=name, slot=slot, script_rank=script_rank, joiner=joiner, state=state, **common)
 
 
 class Leader:
@@ -80,16 +80,14 @@ class Leader:
             owners[rank], shadows[rank] = str(shadows[rank]), owners[rank]
         changed = replace(plan, epoch=plan.epoch + 1, owners=tuple(owners), shadows=tuple(shadows), lost=())
         self._write(
-            replace(
-                lent(changed, world.case, random), immediate="iteration" if at_once or random.random() < 0.5 else False
-            )
+            replace(lent(changed, world.case, random), when="iteration" if at_once or random.random() < 0.5 else False)
         )
         return True
 
     def _write(self, plan: Plan) -> None:
         for name in plan.members:
             self.waiting.pop(name, None)
-        if plan.immediate:
+        if plan.interrupts():
             self._world.counts["interrupted"] += 1
             self._world.interrupt(plan)
         else:
@@ -97,10 +95,10 @@ class Leader:
 
     def _view(self, plan: Plan) -> View:
         world = self._world
-        homes = dict(zip(plan.members, plan.homes, strict=True)) | self.waiting
+        script_ranks = dict(zip(plan.members, plan.script_ranks, strict=True)) | self.waiting
         living = {
-            name: _record(name, slot, home, name in self._joined, name in self.leaving)
-            for slot, (name, home) in enumerate(homes.items())
+            name: _record(name, slot, script_rank, name in self._joined, name in self.leaving)
+            for slot, (name, script_rank) in enumerate(script_ranks.items())
             if name in world.members or name in self.waiting
         }
         reports = {name: LayoutRecord(id=name, layout=world.layout, redundant=True, iterators=False) for name in living}

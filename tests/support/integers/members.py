@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from random import Random
 from typing import Any
 
-from bamboo_ds.engine.recovery.reports import MemberReport, PartReport
+from bamboo_ds.engine.recovery.reports import MemberReport
 from bamboo_ds.schedule import Decision, PartProgress
 from bamboo_ds.topology import Plan, Role
 from bamboo_ds.topology.memory import NEWEST_SUMS
@@ -41,14 +41,13 @@ class Part:
     received: set[tuple[str, int]] = field(default_factory=set)  # inputs of passes that are to come
 
     def progress(self) -> PartProgress:
-        return PartProgress(self.begin, self.forwards, self.backwards, self.since)
+        return PartProgress(self.begin, self.end, self.forwards, self.backwards, self.since)
 
-    def report(self, broken: bool) -> PartReport:
+    def report(self, broken: bool) -> PartProgress:
         given = self.backwards
         while given in self.given:
             given += 1
-        counts = {"forwards": self.forwards, "backwards": self.backwards, "since": self.since, "given": given}
-        return PartReport(begin=self.begin, end=self.end, broken=broken, **counts)
+        return replace(self.progress(), given=given, broken=broken)
 
     def go_back(self, to: PartProgress, fold: tuple[int, ...]) -> None:
         """Forget what does not count at ``to``, and go on from ``fold``."""
@@ -116,7 +115,7 @@ class Runtime:
         known = {(part.begin, part.end): part for part in self.parts}
         self.parts = [known.get(each) or Part(*each) for each in ranges]
 
-    def told(self) -> tuple[PartReport, ...]:
+    def told(self) -> tuple[PartProgress, ...]:
         return tuple(part.report(self.broken) for part in self.parts)
 
 
@@ -205,7 +204,7 @@ class Member:
 
     name: str
     epoch: Epoch
-    home: Role
+    script_rank: Role
     runtimes: dict[Role, Runtime] = field(default_factory=dict)
     sums: dict[tuple[Role, int, int], dict[int, tuple[int, ...]]] = field(default_factory=lambda: defaultdict(dict))
     step: int = 0

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 from bamboo_ds.schedule import (
     PartProgress,
-    Placement,
     RoleProgress,
     beginning,
     beside,
@@ -51,7 +50,7 @@ class Programs:
         plan: the plan.
         micro_batches: of the iteration.
         progress: from where it goes on; ``None``: nobody has begun it.
-        placement, every: see :func:`~bamboo_ds.schedule.member_program`.
+        bubbles, every: see :func:`~bamboo_ds.schedule.member_program`.
 
     Attributes:
         progress: the same, of all roles.
@@ -66,10 +65,10 @@ class Programs:
         plan: Plan,
         micro_batches: int,
         progress: Mapping[Role, RoleProgress] | None,
-        placement: Placement,
+        bubbles: bool,
         every: int,
     ) -> None:
-        self._plan, self._given, self._settings = plan, progress, (placement, every)
+        self._plan, self._given, self._settings = plan, progress, (bubbles, every)
         self._micro_batches = micro_batches
         self.progress = beginning(plan) if progress is None else progress
         self.hosts = hosts(plan, self.progress)
@@ -93,7 +92,7 @@ class Programs:
             self._steps[member] = steps = list(self._placed(program))
             for before, step in pairwise(steps):
                 if step.kind in ("RecvActivation", "RecvGrad", "RecvReplica"):
-                    waits = self._settings[0] == "idle" and not self._here(member, step)
+                    waits = self._settings[0] and not self._here(member, step)
                     assert (before.kind == "FillBubble") == waits, f"{member} does {before} before {step}"
         return self._steps[member]
 
@@ -143,6 +142,6 @@ class Programs:
 
 
 @lru_cache(maxsize=64)
-def begun_by(plan: Plan, micro_batches: int, placement: Placement, every: int) -> Programs:
+def begun_by(plan: Plan, micro_batches: int, bubbles: bool, every: int) -> Programs:
     """What members do in an iteration that nobody has begun: the same in many jobs."""
-    return Programs(plan, micro_batches, None, placement, every)
+    return Programs(plan, micro_batches, None, bubbles, every)

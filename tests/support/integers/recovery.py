@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 from bamboo_ds.engine.recovery.reports import (
     MemberReport,
     RoleReport,
     ScriptReport,
-    SumsReport,
     all_at_boundary,
     all_in_iteration,
     decision_of,
 )
 from bamboo_ds.engine.recovery.roles import RoleTransfer
 from bamboo_ds.engine.stage.layers import Changes
-from bamboo_ds.schedule import Decision
+from bamboo_ds.schedule import Decision, PartProgress
 from bamboo_ds.topology import Layout, Role, without_copies
 
 from .case import Fatal
@@ -38,7 +38,7 @@ class Recovery:
     def follow(self, member: Member) -> None:
         """As :meth:`bamboo_ds.engine.recovery.roles.RoleTransfer.follow`."""
         plan, runtimes, name = member.plan, member.runtimes, member.name
-        owned, followed = plan.owned_by(name), {*plan.shadowed_by(name), *plan.learned_by(name)}
+        owned, followed = plan.owned_by(name), {*plan.shadowed_by(name), *plan.built_by(name)}
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not (runtime.owned or runtime.valid):
@@ -109,7 +109,7 @@ class Recovery:
             replicas=self.replicas(member),
             copying={rank(role): each.source for role, each in member.building.items()},
             sums=tuple(
-                SumsReport(rank=rank(role), begin=begin, end=end, counts=tuple(sorted(held)))
+                (rank(role), PartProgress(begin, end, sums=tuple(sorted(held))))
                 for (role, begin, end), held in member.sums.items()
                 if held
             ),
@@ -165,7 +165,7 @@ class Recovery:
         """What is told as redone has been done before."""
         told = _Redone(member, self._case.micro_batches)
         told.redone(member.plan, decision)
-        for (role, begin), (forwards, backwards) in told.progress.redone.items():
+        for (role, begin), (forwards, backwards) in told.progress.operation.redone.items():
             (part,) = [part for part in decision.progress[role].parts if part.begin == begin]
             again = [("ForwardPass", m) for m in range(part.forwards, forwards)]
             again += [("BackwardPass", m) for m in range(part.backwards, backwards)]
@@ -203,7 +203,7 @@ class _Redone:
     _seen: Any = RoleTransfer._seen
 
     def __init__(self, member: Member, micro_batches: int) -> None:
-        self.progress = _Taken(member.taken)
+        self.progress = SimpleNamespace(operation=_Taken(member.taken))
         self.epoch = _EpochOf(member.name, member.plan.world)
         self.ds = _Settings(micro_batches)
 

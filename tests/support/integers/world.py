@@ -45,8 +45,10 @@ class World:
         self.counts = self._job.counts
         self.plan = plan = first_plan(case, draw)
         epoch = Epoch(plan)
-        homes = map(self.layout.role, plan.homes)
-        self.members = {name: Member(name, epoch, home) for name, home in zip(plan.members, homes, strict=True)}
+        script_ranks = map(self.layout.role, plan.script_ranks)
+        self.members = {
+            name: Member(name, epoch, script_rank) for name, script_rank in zip(plan.members, script_ranks, strict=True)
+        }
         self.told: dict[str, tuple[int, tuple[int, ...], tuple[int, ...]]] = {}
         self.done = 0
         self._recovery, self._instructions = Recovery(self._job), Instructions(self._job)
@@ -77,10 +79,10 @@ class World:
         return begun_by(plan, *self._settings)
 
     @property
-    def _settings(self) -> tuple[int, Any, int]:
+    def _settings(self) -> tuple[int, bool, int]:
         case = self.case
         # Where members do nothing in bubbles these are left out.
-        return case.micro_batches, "idle" if case.eager else "none", case.every
+        return case.micro_batches, case.eager, case.every
 
     def run(self, instructions: int | None = None, to_commit: bool = False) -> bool:
         """Go on until all have ended, or for so many instructions, or until all are in a commit that none has passed.
@@ -137,11 +139,11 @@ class World:
             del self.members[name]
         self.counts["losses"] += len(lost)
         plan, states = self.plan, dict[str, WorkerState]()
-        if plan.learners or any(lacked for _, _, lacked in self.told.values()):
+        if plan.builders or any(lacked for _, _, lacked in self.told.values()):
             states = self.states
             plan = as_told(states, plan)
         plan = takeover(plan, lost, holders_of(plan, ready_copies(states, plan)))
-        if plan.unheld:
+        if plan.lost_roles:
             raise Fatal
         self.interrupt(completed(plan))
 
@@ -170,7 +172,7 @@ class World:
     def _admit(self, epoch: Epoch) -> list[Member]:
         """Those that come with a plan."""
         plan, names = epoch.plan, [name for name in epoch.plan.members if name not in self.members]
-        come = [Member(name, epoch, self.layout.role(plan.home(name)), joining=True) for name in names]
+        come = [Member(name, epoch, self.layout.role(plan.script_rank(name)), joining=True) for name in names]
         self.members.update({member.name: member for member in come})
         self.counts["joined"] += len(come)
         return come

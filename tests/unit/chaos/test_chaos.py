@@ -19,7 +19,7 @@ from bamboo_ds.chaos import report
 from bamboo_ds.chaos.campaign import parse_weights, script_line
 from bamboo_ds.chaos.faults import SECONDS, WEIGHTS, Fault, FaultKind, FaultRecord, Target
 from bamboo_ds.chaos.schedule import Change, by_rate, by_trace, initial_nodes, parse_script, parse_trace
-from bamboo_ds.chaos.sparing import Choice, aim, refusal, unheld_after
+from bamboo_ds.chaos.sparing import Choice, aim, lost_roles_after, refusal
 from bamboo_ds.chaos.verify import verify
 from bamboo_ds.cli.main import cli
 from bamboo_ds.errors import ConfigError
@@ -185,9 +185,9 @@ def test_the_same_stage_of_another_pipeline_is_a_holder() -> None:
     assert plan is not None
     role = Role(0, 1)
     both = [plan.owner(role), str(plan.shadow(role))]
-    assert unheld_after(plan, both, situation.ready) == ()
+    assert lost_roles_after(plan, both, situation.ready) == ()
     twins = [plan.owner(Role(1, 1)), str(plan.shadow(Role(1, 1)))]
-    assert role in unheld_after(plan, both + twins, situation.ready)
+    assert role in lost_roles_after(plan, both + twins, situation.ready)
 
 
 @settings(deadline=None, max_examples=60)
@@ -204,7 +204,7 @@ def test_every_stage_keeps_a_holder(pipelines: int, stages: int, standbys: int, 
             (victim,) = found.members
             assert victim.id not in dead
             dead.add(victim.id)
-            assert unheld_after(situation.plan, dead, situation.ready) == ()
+            assert lost_roles_after(situation.plan, dead, situation.ready) == ()
     assert dead  # the first one can always be spared by its neighbour
     assert situation.unsettled(dead) is not None
 

@@ -237,7 +237,7 @@ def test_the_optimizer_s_name() -> None:
 
 
 def test_bytes_of_members() -> None:
-    members = [Candidate(f"m{slot}", slot, f"h{slot}", home=slot) for slot in range(2)]
+    members = [Candidate(f"m{slot}", slot, f"h{slot}", script_rank=slot) for slot in range(2)]
     plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True, members)
     stages = [StateBytes().of(10), StateBytes().of(100)]
     assert member_bytes(plan, stages) == {"m0": (160, 1600), "m1": (1600, 160)}

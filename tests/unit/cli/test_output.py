@@ -189,7 +189,7 @@ def test_a_replay_tells_how_far_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
         history.add("evaluate" if number == 1 else "train", number)
     job: Any = SimpleNamespace(replaying=True, channel=SimpleNamespace(activity=activity))
     progress = Progress(seed=1)
-    progress.phase, progress.target = ScriptPhase.CATCHING_UP, 4
+    progress.script.phase, progress.script.target = ScriptPhase.CATCHING_UP, 4
     context: Any = SimpleNamespace(job=job, progress=progress, history=history)
     none: Any = None
     replayed = Replay(context, none, none, none)

@@ -42,7 +42,7 @@ def test_what_if() -> None:
     few = report("--stages", "4", "--pipelines", "2", "--members", "3")
     assert set(next_owners(few)) == {"m0", "m1", "m2"} and few["next_slowest"] == 3
     one = report("--stages", "4", "--members", "1")
-    assert set(next_owners(one)) == {"m0"} and set(next_shadows(one)) == {None} and not one["unheld"]
+    assert set(next_owners(one)) == {"m0"} and set(next_shadows(one)) == {None} and not one["lost_roles"]
     hosts = report("--stages", "4", "--members", "2,host=a", "--members", "3,host=b,zone=z")
     where = {"m0": "a", "m1": "a", "m2": "b", "m3": "b", "m4": "b"}
     assert all(where[r["next_owner"]] != where[r["next_shadow"]] for r in hosts["roles"])
@@ -50,13 +50,13 @@ def test_what_if() -> None:
     assert lost["lost"] == ["m1"] and lost["members"] == ["m0", "m3", "m4"]
     assert {move["bytes"] for move in lost["moves"] if move["stage"] == 2} == {7}
     fatal = report("--stages", "4", "--members", "4", "--lose", "m1", "--lose", "m0")
-    assert fatal["unheld"] == [[0, 1]]
+    assert fatal["lost_roles"] == [[0, 1]]
     uneven = report("--stages", "3", "--members", "2", "--seconds", "1,2,3")
     assert uneven["next_slowest"] == 3
     sliced = report("--stages", "2", "--pipelines", "2", "--slices", "2", "--members", "8", "--lose", "m5")
     # A slice's shadow is the same slice of the stage before.
     assert [(r["pipeline"], r["stage"]) for r in sliced["roles"] if r["owner"] == "m5"] == [(1, 1)]
-    assert next(r["shadow"] for r in sliced["roles"] if r["owner"] == "m5") == "m1" and not sliced["unheld"]
+    assert next(r["shadow"] for r in sliced["roles"] if r["owner"] == "m5") == "m1" and not sliced["lost_roles"]
 
 
 def test_what_people_see() -> None:

@@ -31,7 +31,8 @@ def spans(steps: int = 5, micro_batches: int = 3) -> list[Span]:
                 found.append(Span(Kind.BACKWARD, step, 5.0, 5.0 + backward + more, (0, stage), 0, m))
             found.append(Span(Kind.STEP, step, 0.0, 0.5 + more, (0, stage)))
     odd = Span(Kind.FORWARD, 3, 0.0, 99.0, (0, 0), 0, 0)
-    return [*found, replace(odd, cut=True), replace(odd, redone=True), replace(odd, part=1), replace(odd, role=None)]
+    left_out = odd._replace(cut=True), odd._replace(redone=True), odd._replace(part=1), odd._replace(role=None)
+    return [*found, *left_out]
 
 
 BUILT = Built(stages=2, layers=(3, 2), each=(10, 30, 0, 5, 5), precision="bf16", optimizer="AdamW")

@@ -74,12 +74,6 @@ def test_wrong_usage(
     assert len([line for line in told.splitlines() if message in line]) == 1, told
 
 
-def test_commands_that_are_gone_name_what_does_it_now() -> None:
-    for former, now in (("advise", "bamboo simulate --sweep"), ("ledger", "bamboo goodput")):
-        done = CliRunner().invoke(main.cli, [former, "--any", "x"])
-        assert done.exit_code == 2 and f"bamboo {former} is gone: use {now}" in done.output
-
-
 def test_variables_of_options(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """They are defaults of all commands' options, but not in processes of another job, which agents give them."""
     for variable, value in (("STORE", "http://10.0.0.5:2379"), ("JOB", "a/b"), ("EVENTS", "e"), ("ADDRESS", "::1")):

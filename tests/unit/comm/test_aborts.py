@@ -200,7 +200,7 @@ def test_a_plan_for_later_is_told_as_well(worker: Worker, impatient: None, held:
     worker.push(plan(2))
     entered = entering(worker)
     assert worker.suspicion().epoch == 2
-    worker.push(replace(plan(3), immediate=False))
+    worker.push(replace(plan(3), when="boundary"))
     assert worker.suspicion().epoch == 3 and not entered.done()
     worker.push(without(4))
     with pytest.raises(AbortFailed):

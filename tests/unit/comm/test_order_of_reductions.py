@@ -122,15 +122,15 @@ Call = Callable[[str, str, Any, Any], Any]
 
 
 class Members:
-    """The members of a plan in which ``owners`` have the ranks; ``homes`` are the ranks that they run as."""
+    """The members of a plan in which ``owners`` have the ranks; ``script_ranks`` are the ranks that they run as."""
 
-    def __init__(self, owners: str, homes: Sequence[int] | None = None) -> None:
+    def __init__(self, owners: str, script_ranks: Sequence[int] | None = None) -> None:
         self.owners, self.names = owners, tuple(dict.fromkeys(owners))
-        homes = homes if homes is not None else [owners.index(name) for name in self.names]
+        script_ranks = script_ranks if script_ranks is not None else [owners.index(name) for name in self.names]
         self._hubs = Hubs(self.names)
         self.plan = Plan(
-            epoch=1, owners=tuple(owners), members=self.names, places=self._hubs.places, homes=tuple(homes),
-            layout=Layout(len(owners), 1),
+            epoch=1, owners=tuple(owners), members=self.names, places=self._hubs.places,
+            script_ranks=tuple(script_ranks), layout=Layout(len(owners), 1),
         )  # fmt: skip
         usual = LONG, lambda member, reason: None, lambda members, seconds: None, 60.0, lambda: None
         self.epochs = {name: Epoch(self.plan, hub, name, "127.0.0.1", *usual) for name, hub in self._hubs.items()}

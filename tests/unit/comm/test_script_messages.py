@@ -136,7 +136,7 @@ class Session:
         links.check()
         members = tuple(self.job.ranks)
         owners = [next((m for m, rank in self.job.ranks.items() if rank == at), members[0]) for at in range(RANKS)]
-        plan = SimpleNamespace(members=members, homes=tuple(self.job.ranks.values()), owners=owners)
+        plan = SimpleNamespace(members=members, script_ranks=tuple(self.job.ranks.values()), owners=owners)
         return SimpleNamespace(number=links.epoch, plan=plan, member=self.member, links=links)
 
 
@@ -312,7 +312,9 @@ def test_all_know_who_has_missed_something(job: Job) -> None:
     ],
 )
 def test_batches_that_may_lack_a_message_are_not_used(missed: str, apart: bool, fatal: bool) -> None:
-    plan = Plan(epoch=5, owners=("a", "b", "z"), members=("a", "b", "z", "y"), layout=Layout(1, 3), homes=(0, 1, 2, 2))
+    plan = Plan(
+        epoch=5, owners=("a", "b", "z"), members=("a", "b", "z", "y"), layout=Layout(1, 3), script_ranks=(0, 1, 2, 2)
+    )
     messages = SimpleNamespace(missed_by=lambda member: "loader.py:7" if member == missed else None)
     takeover: Any = SimpleNamespace(
         recovery=SimpleNamespace(supply=SimpleNamespace(apart=apart)),

@@ -31,10 +31,10 @@ pytestmark = pytest.mark.claim("guides/elastic.md", "guides/scripts.md", "refere
 # -- who takes part -----------------------------------------------------------------------------------------
 
 
-def plan(members: str, homes: tuple[int, ...], owners: str) -> Plan:
+def plan(members: str, script_ranks: tuple[int, ...], owners: str) -> Plan:
     return Plan(
         epoch=5, owners=tuple(owners), members=tuple(members), layout=Layout(1, len(owners)),
-        homes=homes,
+        script_ranks=script_ranks,
     )  # fmt: skip
 
 
@@ -68,13 +68,13 @@ Run = Callable[..., Any]
 
 
 def on_each(plan: Plan, ranks: tuple[int, ...], call: Callable[[Run, str, int], Any]) -> None:
-    """``call(run, member, home)`` on every member of a group, each in a thread of its own."""
+    """``call(run, member, script_rank)`` on every member of a group, each in a thread of its own."""
     group = surviving(plan, ranks)
 
     def take_part(member: str, inner: Any) -> None:
-        home = plan.home(member)
-        adapter = Adapter(inner, group, member, ranks.index(home))
-        work, finish = call(lambda name, *arguments: adapter.start(COLLECTIVES[name], arguments), member, home)
+        script_rank = plan.script_rank(member)
+        adapter = Adapter(inner, group, member, ranks.index(script_rank))
+        work, finish = call(lambda name, *arguments: adapter.start(COLLECTIVES[name], arguments), member, script_rank)
         work.wait()
         if finish is not None:
             finish()
@@ -98,11 +98,11 @@ def options_of(shape: str, operator: str, root: int = 0) -> Any:
 @pytest.mark.parametrize("operator", ["SUM", "MAX", "MIN", "PRODUCT", "AVG"])
 @pytest.mark.parametrize("operation", ["allreduce", "allreduce_coalesced", "reduce", "reduce_scatter"])
 def test_the_owner_of_a_lost_rank_s_stage_contributes_for_it(operator: str, operation: str) -> None:
-    values = {member: [torch.tensor([float(LOSSY.home(member) + 1)]), torch.ones(2)] for member in LOSSY.members}
+    values = {member: [torch.tensor([float(LOSSY.script_rank(member) + 1)]), torch.ones(2)] for member in LOSSY.members}
     values["x"][0].fill_(99.0)  # it runs as rank 3 beside d
     found = {member: torch.zeros(1) for member in LOSSY.members}
 
-    def call(run: Run, member: str, home: int) -> Any:
+    def call(run: Run, member: str, script_rank: int) -> Any:
         options = options_of(operation, operator, 3)
         if operation == "reduce_scatter":
             return run(operation, [found[member]], [[values[member][0].clone() for _ in ALL]], options)
@@ -114,7 +114,7 @@ def test_the_owner_of_a_lost_rank_s_stage_contributes_for_it(operator: str, oper
     # Ranks 0 to 3 with 1, 1, 3, 4.
     expected = {"SUM": 9.0, "MAX": 4.0, "MIN": 1.0, "PRODUCT": 12.0, "AVG": 2.25}[operator]
     for member, value in found.items():
-        gets = operation != "reduce" or LOSSY.home(member) == 3
+        gets = operation != "reduce" or LOSSY.script_rank(member) == 3
         assert value.item() == (expected if gets else values[member][0].item())
 
 
@@ -194,8 +194,8 @@ def test_reductions_that_gloo_does_not_have_are_refused() -> None:
 def test_every_rank_has_a_part_of_what_is_gathered() -> None:
     outputs = {member: [torch.zeros(1) for _ in ALL] for member in LOSSY.members}
 
-    def call(run: Run, member: str, home: int) -> Any:
-        given = torch.tensor([float(home) if member != "x" else 99.0])
+    def call(run: Run, member: str, script_rank: int) -> Any:
+        given = torch.tensor([float(script_rank) if member != "x" else 99.0])
         return run("allgather", [outputs[member]], [given], registry.AllgatherOptions())
 
     on_each(LOSSY, ALL, call)
@@ -204,9 +204,9 @@ def test_every_rank_has_a_part_of_what_is_gathered() -> None:
 
 @pytest.mark.parametrize(("root", "expected"), [(2, 2.0), (1, 0.0)])
 def test_a_broadcast_from_a_lost_rank_is_from_its_stand_in(root: int, expected: float) -> None:
-    values = {member: torch.tensor([float(LOSSY.home(member))]) for member in LOSSY.members}
+    values = {member: torch.tensor([float(LOSSY.script_rank(member))]) for member in LOSSY.members}
 
-    def call(run: Run, member: str, home: int) -> Any:
+    def call(run: Run, member: str, script_rank: int) -> Any:
         options = registry.BroadcastOptions()
         options.rootRank = root
         return run("broadcast", [values[member]], options)
@@ -220,22 +220,24 @@ def test_scatter_and_gather(root: int, expected: list[float]) -> None:
     outputs = {member: torch.tensor([-1.0]) for member in LOSSY.members}
     collected = {member: [torch.tensor([-1.0]) for _ in ALL] for member in LOSSY.members}
 
-    def scatter(run: Run, member: str, home: int) -> Any:
+    def scatter(run: Run, member: str, script_rank: int) -> Any:
         options = registry.ScatterOptions()
         options.rootRank = root
-        given = [[torch.tensor([float(rank)]) for rank in ALL]] if home == root else []
+        given = [[torch.tensor([float(rank)]) for rank in ALL]] if script_rank == root else []
         return run("scatter", [outputs[member]], given, options)
 
-    def gather(run: Run, member: str, home: int) -> Any:
+    def gather(run: Run, member: str, script_rank: int) -> Any:
         options = registry.GatherOptions()
         options.rootRank = root
-        return run("gather", [collected[member]] if home == root else [], [torch.tensor([float(home)])], options)
+        return run(
+            "gather", [collected[member]] if script_rank == root else [], [torch.tensor([float(script_rank)])], options
+        )
 
     on_each(LOSSY, ALL, scatter)
     assert [float(outputs[member]) for member in "acdx"] == expected
     on_each(LOSSY, ALL, gather)
     for member, row in collected.items():
-        assert [float(t) for t in row] == ([0.0, 0.0, 2.0, 3.0] if LOSSY.home(member) == root else [-1.0] * 4)
+        assert [float(t) for t in row] == ([0.0, 0.0, 2.0, 3.0] if LOSSY.script_rank(member) == root else [-1.0] * 4)
 
 
 def test_whoever_has_no_peers_sees_a_group_of_the_full_size() -> None:
@@ -343,8 +345,8 @@ def test_listeners_get_what_has_changed(monkeypatch: pytest.MonkeyPatch) -> None
     assert not views
     lost = Plan(**{**vars(plan("acd", (0, 2, 3), "aacd")), "lost": ("b",), "epoch": 6})
     plan_change.tell(lost, "a")
-    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcc")), "epoch": 7, "immediate": False}), "a")
-    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcx")), "epoch": 8, "immediate": False}), "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcc")), "epoch": 7, "when": "boundary"}), "a")
+    plan_change.tell(Plan(**{**vars(plan("acx", (0, 2, 1), "axcx")), "epoch": 8, "when": "boundary"}), "a")
     assert [view.reason for view in views] == ["lost b", "left d; joined x", "stages or replicas move"]
     assert [view.ranks for view in views] == [(0, 2, 3), (0, 1, 2), (0, 1, 2)]
     assert views[0].roles == ((0, 0), (0, 1)) and views[1].roles == ((0, 0),)

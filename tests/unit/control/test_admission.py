@@ -9,7 +9,7 @@ import pytest
 from bamboo_ds.control.agent.membership import Membership, Standing, over_for
 from bamboo_ds.control.leader.restarts import unstarted_plan
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StopRecord, WorkerState
-from bamboo_ds.control.registry.vacancies import choose_home, is_over
+from bamboo_ds.control.registry.vacancies import choose_script_rank, is_over
 from bamboo_ds.topology import Layout, Plan
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
 from tests.support.records import left, member, mirror
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.claim("guides/clusters.md", "guides/elastic.md")
 
 PLAN = with_redundancy(initial_plan(["a", "b"]), Layout(1, 2), True)
 #: It lists two joiners, whom nobody follows any more: the job ends.
-NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), homes=(0, 1, 0, 1), immediate=False)
+NEXT = replace(PLAN, epoch=3, members=("a", "b", "j", "k"), script_ranks=(0, 1, 0, 1), when="boundary")
 
 
 def there(name: str) -> MemberRecord:
@@ -55,13 +55,13 @@ def test_one_that_takes_part_ends_by_itself() -> None:
 def test_newcomers_come_to_the_ends_of_pipelines_first() -> None:
     """A pipeline without anybody who draws its batches waits; more than a few are not needed."""
     plan = with_redundancy(initial_plan([f"m{i}" for i in range(8)]), Layout(2, 4), True)
-    homes = list(range(8))
+    script_ranks = list(range(8))
     for expected in (0, 1, 6, 7, 2, 3):  # the ends of pipeline 0 are 0 and 6, those of pipeline 1 are 1 and 7
-        assert choose_home(plan, homes) == expected
-        homes.append(expected)
-    assert choose_home(plan, [1, 2, 3, 4, 5, 7]) == 0
-    assert choose_home(plan, [1, 7, 0, 2, 2, 3, 3, 4, 4, 5, 5]) == 6
-    assert choose_home(plan, [1, 7, 0, 0, 6, 2, 3, 4, 5]) == 1
+        assert choose_script_rank(plan, script_ranks) == expected
+        script_ranks.append(expected)
+    assert choose_script_rank(plan, [1, 2, 3, 4, 5, 7]) == 0
+    assert choose_script_rank(plan, [1, 7, 0, 2, 2, 3, 3, 4, 4, 5, 5]) == 6
+    assert choose_script_rank(plan, [1, 7, 0, 0, 6, 2, 3, 4, 5]) == 1
 
 
 def test_a_job_that_has_lost_all_members_is_not_over() -> None:
@@ -73,7 +73,7 @@ def test_a_job_that_has_lost_all_members_is_not_over() -> None:
     assert over(PLAN, gone("a"), gone("b"))
     assert not over(PLAN, gone("a"), there("b"))
     fatal = takeover(PLAN, {"a", "b"})
-    assert fatal.unheld and not fatal.members
+    assert fatal.lost_roles and not fatal.members
     assert not over(fatal, gone("a", "lost"))
     assert not over(unstarted_plan(2, None), there("w"))
     assert over(fatal, StopRecord(code=3, reason="the script failed", by="a"))

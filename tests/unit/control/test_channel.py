@@ -93,7 +93,7 @@ def agent() -> Iterator[Agent]:
 
 
 def test_messages_survive_their_line() -> None:
-    plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), unheld=(1,))
+    plan = replace(PLAN, layout=Layout(1, 2), shadows=("b", None), lost=("c",), lost_roles=(1,))
     assert parse_to_worker(PlanPush(plan=plan).to_line()) == PlanPush(plan=plan)
     for message in (
         Heartbeat(step=3, checkpoint="/x"),
@@ -130,8 +130,8 @@ def test_message_in_pieces(agent: Agent) -> None:
 def test_every_plan_can_be_entered_at_the_next_boundary(agent: Agent) -> None:
     agent.start()
     assert agent.channel.boundary() == 0
-    for epoch, immediate in ((1, True), (2, False)):
-        agent.push(PlanPush(plan=replace(PLAN, epoch=epoch, immediate=immediate)))
+    for epoch, when in ((1, "now"), (2, "boundary")):
+        agent.push(PlanPush(plan=replace(PLAN, epoch=epoch, when=when)))
         agent.channel.await_boundary(epoch - 1, 10)
         assert agent.channel.boundary() == epoch
 

@@ -48,7 +48,7 @@ SECOND = with_redundancy(FIRST, Layout(1, 4), True)
 
 
 def member(name: str) -> MemberRecord:
-    return records.member(name, IDS.index(name), home=IDS.index(name))
+    return records.member(name, IDS.index(name), script_rank=IDS.index(name))
 
 
 def members(*names: str) -> dict[str, MemberRecord]:
@@ -160,7 +160,7 @@ def test_copies_wait_for_room() -> None:
     workers = {n: WorkerState(id=n, epoch=2, replicas=r) for n, r in zip(IDS, ((2,), (), (3,), (1,)), strict=True)}
     view = View(world_size=4, plan=plan, members=records, reports=reports, workers=workers)
     action = decided(WritePlan, decider(), view, 0.0)
-    assert action.plan.learners == ((0, "c"), (2, "b"), (3, "a")) and action.plan.shadows == (None, "d", None, None)
+    assert action.plan.builders == ((0, "c"), (2, "b"), (3, "a")) and action.plan.shadows == (None, "d", None, None)
     workers["d"] = workers["d"].model_copy(update={"passes": {0: 3, 3: 6}})
     action = decided(WritePlan, decider(), view, 0.0)
     assert [stage.passes for stage in action.plan.memory] == [3, 0, 0, 6]
@@ -224,36 +224,36 @@ def test_copies_begin_with_the_takeover() -> None:
     lost = replace(calm, members=members("a", "c", "d"), left={"b": left("b")})
     plan = decided(WritePlan, deciding(0.0, PATIENCE_S), lost, 100.0).plan
     bare = takeover(SECOND, ["b"])
-    assert replace(plan, learners=()) == bare and plan.immediate
-    copied = dict(plan.learners)
+    assert replace(plan, builders=()) == bare and plan.interrupts()
+    copied = dict(plan.builders)
     assert sorted(copied) == [rank for rank, shadow in enumerate(bare.shadows) if shadow is None]
 
     def entered(complete: bool) -> View:
         """All are in the plan's epoch; their copies are complete, or not."""
         held = {name: {rank for rank, shadow in enumerate(plan.shadows) if shadow == name} for name in plan.members}
-        for rank, name in plan.learners if complete else ():
+        for rank, name in plan.builders if complete else ():
             held[name].add(rank)
         told = {n: WorkerState(id=n, epoch=plan.epoch, replicas=tuple(sorted(held[n]))) for n in plan.members}
         return replace(lost, plan=plan, workers=told)
 
     assert decider().decide(entered(complete=False), 100.1) == Wait(), "nothing is left to be copied"
     healed = decided(WritePlan, decider(), entered(complete=True), 100.1).plan
-    assert not healed.learners and None not in healed.shadows and not healed.immediate
+    assert not healed.builders and None not in healed.shadows and not healed.interrupts()
 
     reports = {name: report(name).model_copy(update={"memory": 21}) for name in IDS}
     full = replace(SECOND, shadows=("b", None, "a", "a"), memory=(StageMemory(10, 10, 8),) * 4)
     crowded = View(4, full, members("a", "b", "d"), reports=reports, left={"c": left("c")})
     plan = decided(WritePlan, deciding(0.0, PATIENCE_S), crowded, 100.0).plan
-    assert plan == takeover(full, ["c"], members=crowded.candidates(full).values()) and not plan.learners
+    assert plan == takeover(full, ["c"], members=crowded.candidates(full).values()) and not plan.builders
     told = {n: WorkerState(id=n, epoch=plan.epoch, replicas=r) for n, r in zip("abd", ((3,), (0,), ()), strict=True)}
     later = decided(WritePlan, decider(), replace(crowded, plan=plan, workers=told), 100.1).plan
-    assert later.learners and later.shadows != plan.shadows, "at a boundary a replica gives way"
+    assert later.builders and later.shadows != plan.shadows, "at a boundary a replica gives way"
 
 
 def test_long_iterations_are_not_waited_for() -> None:
     """A plan that serves better takes effect in the middle of one, if that costs little of it."""
     reports = {name: report(name) for name in "acde"}
-    names = {"e": records.member("e", 4, home=1, joiner=True)}
+    names = {"e": records.member("e", 4, script_rank=1, joiner=True)}
     lost = takeover(SECOND, ["b"])  # a has two stages
     heir = lost.owners[1]
 
@@ -267,29 +267,29 @@ def test_long_iterations_are_not_waited_for() -> None:
         return decided(WritePlan, decider(), seen, 100.0).plan
 
     short, long = next_plan(view(lost, 20.0)), next_plan(view(lost, 200.0))
-    assert replace(short, immediate="iteration") == long and "e" in long.members and long.learners
-    assert (short.immediate, long.immediate) == (False, "iteration")
+    assert replace(short, when="iteration") == long and "e" in long.members and long.builders
+    assert (short.when, long.when) == ("boundary", "iteration")
     # All that members copy is there: e gets the stage that its heir computes besides its own.
-    copied = {n: tuple(rank for rank, learner in long.learners if learner == n) for n in long.members}
+    copied = {n: tuple(rank for rank, builder in long.builders if builder == n) for n in long.members}
 
     def complete(seen: View) -> View:
         workers = {n: s.model_copy(update={"replicas": (*s.replicas, *copied[n])}) for n, s in seen.workers.items()}
         return replace(seen, workers={n: s.model_copy(update={"epoch": long.epoch}) for n, s in workers.items()})
 
     target = next_plan(complete(view(long, 200.0)))
-    assert target.owners != long.owners and heir == "a" and target.immediate == "iteration" and not target.lost
+    assert target.owners != long.owners and heir == "a" and target.when == "iteration" and not target.lost
     for seen in (view(long, 20.0), view(long, 200.0, sums_share=0.0), view(long, 200.0, sums_share=0.5)):
-        assert next_plan(complete(seen)) == replace(target, immediate=False), "what moves would begin again"
+        assert next_plan(complete(seen)) == replace(target, when="boundary"), "what moves would begin again"
     # A member leaves with a boundary, but those that take its stages over begin to copy them.
-    going = records.member("d", 3, home=3).model_copy(update={"state": "leaving"})
+    going = records.member("d", 3, script_rank=3).model_copy(update={"state": "leaving"})
     leaving = replace(view(SECOND, 200.0), members=members("a", "b", "c") | {"d": going})
     leaving = replace(leaving, reports={name: report(name) for name in IDS})
     plan = next_plan(leaving)
-    assert plan.immediate == "iteration" and plan.learners and plan.owners == SECOND.owners
-    held = {n: tuple(rank for rank, learner in plan.learners if learner == n) for n in plan.members}
+    assert plan.when == "iteration" and plan.builders and plan.owners == SECOND.owners
+    held = {n: tuple(rank for rank, builder in plan.builders if builder == n) for n in plan.members}
     told = {n: s.model_copy(update={"epoch": plan.epoch, "replicas": held[n]}) for n, s in leaving.workers.items()}
     without = next_plan(replace(leaving, plan=plan, workers=told))
-    assert "d" not in without.members and not without.immediate
+    assert "d" not in without.members and not without.interrupts()
 
 
 @pytest.mark.parametrize(
@@ -357,7 +357,7 @@ def test_failure_of_a_member_that_the_plan_goes_on_without_stops_nothing() -> No
 
 def test_fatal_plan_ends_planning() -> None:
     plan = takeover(SECOND, ["a", "b"])
-    assert plan.unheld
+    assert plan.lost_roles
     gone = {name: left(name, "fatal", code=86) for name in "cd"}
     assert decider().decide(View(world_size=4, plan=plan, left=gone), 100.0) == Wait()
 
@@ -481,8 +481,8 @@ def test_of_two_who_cannot_reach_each_other_the_one_that_can_be_replaced_goes() 
         assert not plan.lost
     again = replace(view, plan=plan, suspicions=suspicions(("c", "d"), epoch=5), healthy=well("d", 5))
     action = decided(WritePlan, one, again, 101.0)
-    assert action.plan.lost == ("c",) and not action.plan.unheld
-    assert takeover(plan, ["d"]).unheld
+    assert action.plan.lost == ("c",) and not action.plan.lost_roles
+    assert takeover(plan, ["d"]).lost_roles
 
 
 def test_only_living_members_accuse_others_in_this_epoch() -> None:
@@ -525,7 +525,7 @@ def test_a_member_that_cannot_enter_an_epoch_is_let_go() -> None:
     one = decider()
     assert one.decide(stuck_in(SECOND, "b"), 100.0) == Wait(100.0 + SETTLE_S)
     action = decided(WritePlan, one, stuck_in(SECOND, "b"), 100.0 + SETTLE_S)
-    assert action.plan == takeover(SECOND, ["b"]) and not action.plan.unheld
+    assert action.plan == takeover(SECOND, ["b"]) and not action.plan.lost_roles
     assert (action.losses[0].member, action.losses[0].reason, action.losses[0].detail) == ("b", "abort", "reset")
     # What it has told in another epoch, or has taken back, does not count.
     for told in (suspicions(("b", "b"), epoch=1), {"b": SuspicionRecord(by="b", epoch=2, accused={})}):
@@ -538,10 +538,10 @@ def test_several_that_cannot_are_let_go_in_turn_as_long_as_others_hold_their_sta
     one, plan, left_over = deciding(0.0, 0.0), SECOND, list(stuck)
     while isinstance(action := one.decide(stuck_in(plan, *left_over), 100.0), WritePlan):
         (gone,) = action.plan.lost
-        assert gone in left_over and not action.plan.unheld and action.plan.epoch == plan.epoch + 1
+        assert gone in left_over and not action.plan.lost_roles and action.plan.epoch == plan.epoch + 1
         plan, left_over = action.plan, [name for name in left_over if name != gone]
     assert len(left_over) < len(stuck), "somebody was let go"
-    assert all(takeover(plan, [name]).unheld for name in left_over), "and nobody else"
+    assert all(takeover(plan, [name]).lost_roles for name in left_over), "and nobody else"
     who = ", ".join(left_over)
     assert action == Wait(None, f"{who} cannot go on, and nobody else holds their stages" if who else None)
 
@@ -566,7 +566,7 @@ def test_who_gives_up_in_the_end_is_a_loss_like_any_other() -> None:
         replace(view, members=members("b", "c"), left={"d": ended}),
         100.0,
     )
-    assert action.plan.unheld, "the job starts again from its newest checkpoint"
+    assert action.plan.lost_roles, "the job starts again from its newest checkpoint"
 
 
 def test_other_accusations_are_judged_beside_those_that_are_kept() -> None:
@@ -620,7 +620,7 @@ def test_any_order_of_losses_ends_with_a_plan_of_the_living(
             outcome = "finished" if kind == "finish" else "lost"
             gone[name] = left("a", outcome).model_copy(update={"id": name})
     settle(now + 1.0)
-    if not plan.unheld:
+    if not plan.lost_roles:
         finished = {name for name, record in gone.items() if record.outcome == "finished"}
         assert set(living) <= set(plan.members)
         assert set(plan.members) <= set(living) | finished

@@ -63,9 +63,9 @@ def test_a_member_whose_record_cannot_be_read_is_still_there(change: tuple[str, 
 def test_a_plan_that_cannot_be_read_is_an_error() -> None:
     plan = initial_plan(["a", "b"]).to_json()
     mirror = Mirror(Snapshot({}, 1))
-    for version in (3, 5):  # of the older one members say nowhere where they are reached
-        with pytest.raises(ProtocolError, match=rf"has version {version}.* reads 4: .* same version"):
-            mirror.apply(put(Keys.PLAN, plan.replace('"schema":4', f'"schema":{version}'), version))
+    for version in (4, 6):  # of the older one members say nowhere where they are reached
+        with pytest.raises(ProtocolError, match=rf"has version {version}.* reads 5: .* same version"):
+            mirror.apply(put(Keys.PLAN, plan.replace('"schema":5', f'"schema":{version}'), version))
     with pytest.raises(ProtocolError, match=r"cannot be read: owners\.0: "):
         Mirror(Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan.replace('"owners":[', '"owners":[null,'), 3, 1)}, 3))
 

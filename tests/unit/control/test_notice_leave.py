@@ -51,7 +51,7 @@ class Simulated:
         self.layout = Layout(len(hosts) // (stages or len(hosts)), stages or len(hosts))
         self.members = {f"m{slot}": self.record(slot, host, slot) for slot, host in enumerate(hosts)}
         self.iterators, self.copying, self.apart, self.every_rank = iterators, copying, apart, False
-        candidates = [Candidate(m.id, m.slot, m.host, m.zone, m.home) for m in self.members.values()]
+        candidates = [Candidate(m.id, m.slot, m.host, m.zone, m.script_rank) for m in self.members.values()]
         self.plan = with_redundancy(initial_plan(list(self.members)), self.layout, True, candidates)
         self.written: list[WritePlan] = []
         self.left: dict[str, LeftRecord] = {}
@@ -62,12 +62,12 @@ class Simulated:
         self.enter()
 
     @staticmethod
-    def record(slot: int, host: str, home: int, **more: Any) -> MemberRecord:
-        return member(f"m{slot}", slot, host=host, home=home, **more)
+    def record(slot: int, host: str, script_rank: int, **more: Any) -> MemberRecord:
+        return member(f"m{slot}", slot, host=host, script_rank=script_rank, **more)
 
-    def join(self, slot: int, home: int, feeder: bool = False) -> None:
+    def join(self, slot: int, script_rank: int, feeder: bool = False) -> None:
         """A member has registered and built its engine."""
-        self.members[f"m{slot}"] = self.record(slot, f"h{slot}", home, joiner=True, feeder=feeder)
+        self.members[f"m{slot}"] = self.record(slot, f"h{slot}", script_rank, joiner=True, feeder=feeder)
         self.waiting.add(f"m{slot}")
 
     def notice(self, *slots: int) -> None:
@@ -77,7 +77,7 @@ class Simulated:
     def enter(self) -> None:
         """All workers enter the plan; the copies that it asks for are made, if anything is copied at all."""
         for name in self.plan.members:
-            copies = [rank for rank, learner in self.plan.learners if learner == name] if self.copying else []
+            copies = [rank for rank, builder in self.plan.builders if builder == name] if self.copying else []
             self.workers[name] = WorkerState(id=name, epoch=self.plan.epoch, replicas=tuple(copies))
             self.waiting.discard(name)
         for name in set(self.members) - set(self.plan.members) - self.waiting:
@@ -127,11 +127,11 @@ class Simulated:
     def check(self, action: WritePlan) -> None:
         """What every plan on the way must keep to."""
         plan, before = action.plan, self.written[-2].plan if len(self.written) > 1 else None
-        assert not action.losses and not plan.immediate and not plan.unheld and not plan.lost
+        assert not action.losses and not plan.interrupts() and not plan.lost_roles and not plan.lost
         assert {*plan.owners, *(s for s in plan.shadows if s)} <= set(plan.members)
         if before is not None:
             for rank, owner in enumerate(plan.owners):
-                held = {before.owners[rank], before.shadows[rank], *(m for r, m in before.learners if r == rank)}
+                held = {before.owners[rank], before.shadows[rank], *(m for r, m in before.builders if r == rank)}
                 assert owner in held, "nobody may own what it does not hold"
 
 
@@ -198,13 +198,13 @@ def test_whoever_is_short_of_time_does_not_wait_for_copies() -> None:
     job = Simulated(hosts(4), copying=False)
     job.notice(2)
     assert job.settle() == Wait()
-    assert job.plan.learners and "m2" in job.plan.members
+    assert job.plan.builders and "m2" in job.plan.members
     job.near_deadline = frozenset(["m2"])
     job.settle()
     assert job.plan.owners == ("m0", "m1", "m1", "m3")
     assert "m2" not in job.plan.members
     assert job.written[1].reason.startswith("short of time: ")
-    assert job.plan.learners, "what has lost its shadow gets another one"
+    assert job.plan.builders, "what has lost its shadow gets another one"
 
 
 def test_whose_state_nobody_else_has_does_not_hold_up_the_others() -> None:
@@ -213,7 +213,7 @@ def test_whose_state_nobody_else_has_does_not_hold_up_the_others() -> None:
     job.near_deadline = frozenset(["m1", "m2"])
     job.settle()
     assert "m1" not in job.plan.members or "m2" not in job.plan.members
-    assert not job.plan.unheld
+    assert not job.plan.lost_roles
 
 
 def test_the_last_one_that_draws_batches_stays_until_another_one_does() -> None:
@@ -235,7 +235,7 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     job.notice(0)
     assert job.settle() == StartDataWorkers((0,))
     assert "m0" in job.plan.members and "m0" not in {*job.plan.owners, *job.plan.shadows}
-    job.join(4, home=0, feeder=True)
+    job.join(4, script_rank=0, feeder=True)
     assert job.settle() == Wait()
     assert job.plan.members == ("m1", "m2", "m3", "m4")
     del job.members["m3"]
@@ -243,10 +243,10 @@ def test_each_end_that_gives_other_batches_needs_a_member() -> None:
     assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
     job.enter()
     assert job.step() == StartDataWorkers((3,))
-    job.join(5, home=3, feeder=True)
+    job.join(5, script_rank=3, feeder=True)
     action = job.step()
-    assert isinstance(action, WritePlan) and action.plan.immediate
-    assert (action.plan.members[-1], action.plan.homes[-1]) == ("m5", 3)
+    assert isinstance(action, WritePlan) and action.plan.interrupts()
+    assert (action.plan.members[-1], action.plan.script_ranks[-1]) == ("m5", 3)
 
 
 def test_all_ends_without_a_member_get_one_at_once() -> None:
@@ -254,11 +254,11 @@ def test_all_ends_without_a_member_get_one_at_once() -> None:
     for lost in ("m0", "m1"):
         del job.members[lost]
         job.left[lost] = left_record(lost, "lost")
-    assert isinstance(job.step(), WritePlan) and set(job.plan.lost) == {"m0", "m1"} and not job.plan.unheld
+    assert isinstance(job.step(), WritePlan) and set(job.plan.lost) == {"m0", "m1"} and not job.plan.lost_roles
     job.enter()
     assert job.step() == StartDataWorkers((0, 1))
-    job.join(4, home=1, feeder=True)
-    assert isinstance(job.step(), WritePlan) and (job.plan.members[-1], job.plan.homes[-1]) == ("m4", 1)
+    job.join(4, script_rank=1, feeder=True)
+    assert isinstance(job.step(), WritePlan) and (job.plan.members[-1], job.plan.script_ranks[-1]) == ("m4", 1)
     job.enter()
     assert job.step() == StartDataWorkers((0,))
 
@@ -270,10 +270,10 @@ def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
     job.left["m3"] = left_record("m3", "lost")
     assert isinstance(job.step(), WritePlan) and job.plan.lost == ("m3",)
     job.enter()
-    job.join(4, home=3)
+    job.join(4, script_rank=3)
     job.notice(4)
     assert job.step() == StartDataWorkers((3,))
-    job.join(5, home=3)
+    job.join(5, script_rank=3)
     action = job.step()
     assert isinstance(action, WritePlan) and action.plan.members[-1] == "m5"
 
@@ -281,7 +281,7 @@ def test_who_leaves_is_not_called_back_to_draw_batches() -> None:
 def test_who_is_needed_no_more_to_draw_batches_is_not_admitted_again() -> None:
     """It is registered until its worker has ended, and would be lost then."""
     job = Simulated(hosts(4), apart=True)
-    job.join(4, home=0, feeder=True)
+    job.join(4, script_rank=0, feeder=True)
     job.workers["m4"] = WorkerState(id="m4", epoch=job.plan.epoch)  # of a plan that has listed it
     del job.members["m1"]
     job.left["m1"] = left_record("m1", "lost")
@@ -328,10 +328,10 @@ def test_where_every_rank_is_needed_no_worker_joins_to_draw_batches() -> None:
             del job.members[name]
             job.left[name] = left_record(name, "lost")
     action = job.step()
-    assert isinstance(action, WritePlan) and not action.plan.unheld
+    assert isinstance(action, WritePlan) and not action.plan.lost_roles
     job.enter()
     action = job.step()
-    assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+    assert isinstance(action, WritePlan) and action.plan.lost_roles, "the job starts again"
     assert "nobody draws the batches of rank 0 any more" in action.reason
 
 
@@ -354,7 +354,7 @@ def test_a_worker_that_ends_before_it_has_drawn_is_not_started_for_ever() -> Non
     assert isinstance(job.step(), StartDataWorkers), "it has trained, and has come to its end"
     job.left["m4"] = job.left["m4"].model_copy(update={"step": None})
     action = job.step()
-    assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+    assert isinstance(action, WritePlan) and action.plan.lost_roles, "the job starts again"
     assert "worker m4, which was to do so, has ended before" in action.reason
 
 
@@ -389,7 +389,7 @@ def test_workers_that_fail_before_they_draw_are_not_started_for_ever(leaves: boo
     if leaves:
         assert action == Wait(None, f"who draws the batches of rank 0 cannot leave, since {why}")
     else:
-        assert isinstance(action, WritePlan) and action.plan.unheld, "the job starts again"
+        assert isinstance(action, WritePlan) and action.plan.lost_roles, "the job starts again"
         assert action.reason == f"nobody draws the batches of rank 0 any more, and {why}"
 
 
@@ -405,7 +405,7 @@ def test_a_loss_while_a_member_leaves() -> None:
     job.left["m0"] = left_record("m0", "lost")
     action = job.step()
     assert isinstance(action, WritePlan)
-    assert action.plan.immediate and action.plan.lost == ("m0",) and not action.plan.unheld
+    assert action.plan.interrupts() and action.plan.lost == ("m0",) and not action.plan.lost_roles
     assert "m2" not in action.plan.members
 
 
@@ -424,7 +424,7 @@ def test_who_vanishes_on_the_way_out_is_a_loss(told: bool) -> None:
     before = job.plan
     action = job.step()
     assert isinstance(action, WritePlan)
-    assert action.plan == replace(before, epoch=before.epoch + 1, immediate=True)
+    assert action.plan == replace(before, epoch=before.epoch + 1, when="now")
     assert [loss.member for loss in action.losses] == ["m2"]
     job.enter()
     assert not isinstance(job.step(), WritePlan) or not job.written[-1].losses, "it is lost only once"

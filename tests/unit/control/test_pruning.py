@@ -42,7 +42,7 @@ def plan(**changes: object) -> Plan:
         "members": LIVING,
         "layout": Layout(1, 2),
         "shadows": ("b", "a"),
-        "homes": (0, 1),
+        "script_ranks": (0, 1),
     }
     return Plan(**(fields | changes))  # type: ignore[arg-type]
 
@@ -74,7 +74,7 @@ def records(entered: Iterable[str] = LIVING) -> dict[str, Record]:
     for n, name in enumerate(DEPARTED):
         found |= departed(name, step=n)
     for name in LIVING:
-        found[Keys.member(name)] = member(name, home=0)
+        found[Keys.member(name)] = member(name, script_rank=0)
         found |= kept_by(name, EPOCH if name in entered else EPOCH - 1, len(DEPARTED))
     return found
 
@@ -109,7 +109,7 @@ def test_the_living_the_newest_departed_and_the_newest_epochs_stay() -> None:
 
 def test_members_that_are_needed_stay() -> None:
     first, second, third = DEPARTED[:3]
-    found = records() | {Keys.member(first): member(first, home=0)}
+    found = records() | {Keys.member(first): member(first, script_rank=0)}
     removed = prune(found, plan(lost=(second,)))
     for name in (first, second):
         assert not removed & departed(name, 0).keys()
@@ -129,7 +129,7 @@ def test_how_far_the_job_has_come_stays() -> None:
     ("newest", "more"),
     [
         pytest.param(plan(layout=None, shadows=()), {}, id="no-layout"),
-        pytest.param(plan(unheld=(1,)), {}, id="fatal"),
+        pytest.param(plan(lost_roles=(1,)), {}, id="fatal"),
         pytest.param(plan(), {Keys.STOP: StopRecord(code=0, reason="", by="")}, id="stopped"),
         pytest.param(plan(), kept_by("b", EPOCH - 1, 0), id="not-entered"),
     ],

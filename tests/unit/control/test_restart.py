@@ -69,7 +69,7 @@ def test_every_rank_runs_once(slots: set[int], world_size: int) -> None:
 
 
 def test_survivors_start_all_workers() -> None:
-    assert FATAL.unheld and decider().decide(after_the_loss(), 0.0) == Assign(RECORD)
+    assert FATAL.lost_roles and decider().decide(after_the_loss(), 0.0) == Assign(RECORD)
 
 
 def test_without_restarts_nothing_happens() -> None:
@@ -147,20 +147,20 @@ def test_the_first_start_waits_for_all_members_and_is_no_restart() -> None:
     assert (record.generation, record.after_epoch, record.checkpoint, record.failures) == (0, 0, None, 0)
     assert record.ranks == {0: (0,), 1: (1,), 5: (2,), 6: (3,)}
     slots = {0: 0, 1: 1, 2: 5, 3: 6}
-    workers = {f"r{rank}": member(f"r{rank}", slot, home=rank, generation=0) for rank, slot in slots.items()}
+    workers = {f"r{rank}": member(f"r{rank}", slot, script_rank=rank, generation=0) for rank, slot in slots.items()}
     first = decided(WritePlan, one, not_started(members=workers, restart=record), 1.0)
     plan = first.plan
-    assert (plan.epoch, plan.members, plan.unheld, plan.generation) == (1, ("r0", "r1", "r2", "r3"), (), 0)
+    assert (plan.epoch, plan.members, plan.lost_roles, plan.generation) == (1, ("r0", "r1", "r2", "r3"), (), 0)
     assert (plan.origin, plan.fence_s) == (UNSTARTED_PLAN.origin, 120.0) and plan.origin
 
 
 def test_a_loss_before_the_first_plan_makes_all_wait_again_for_all() -> None:
     one = decider(min_members=1)
     action = decided(Assign, one, not_started(0, 1, 2, 3), 0.0)
-    workers = {f"r{rank}": member(f"r{rank}", rank, home=rank, generation=0) for rank in (0, 1, 2)}
+    workers = {f"r{rank}": member(f"r{rank}", rank, script_rank=rank, generation=0) for rank in (0, 1, 2)}
     lost = {"r3": left("r3", 3, "lost", generation=0)}
     failed = one.decide(not_started(members=workers, left=lost, restart=action.record), 1.0)
-    assert isinstance(failed, WritePlan) and failed.plan.epoch == 1 and failed.plan.unheld
+    assert isinstance(failed, WritePlan) and failed.plan.epoch == 1 and failed.plan.lost_roles
     again = View(world_size=4, plan=failed.plan, members=waiting(0, 1, 2), restart=action.record)
     told = one.decide(again, 30.0)
     assert isinstance(told, Wait) and told.reason == "3 of --start = 4 are there"
@@ -191,7 +191,7 @@ def test_the_first_start_counts_for_no_restart() -> None:
 
 def workers(*ranks: int) -> dict[str, MemberRecord]:
     slots = {0: 2, 1: 8, 2: 3, 3: 9}
-    return {f"n{r}": member(f"n{r}", slots[r], home=r, generation=1) for r in ranks}
+    return {f"n{r}": member(f"n{r}", slots[r], script_rank=r, generation=1) for r in ranks}
 
 
 def test_the_first_plan_waits_for_all_workers() -> None:
@@ -199,8 +199,8 @@ def test_the_first_plan_waits_for_all_workers() -> None:
     assert it.decide(replace(view, members={**workers(0, 1, 2), **waiting(9)}), 0.0) == Wait(60.0)
     action = decided(WritePlan, it, replace(view, members=workers(3, 1, 0, 2)), 1.0)
     plan = action.plan
-    assert (plan.epoch, plan.owners, plan.homes) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
-    assert plan.unheld == () and plan.layout is None
+    assert (plan.epoch, plan.owners, plan.script_ranks) == (FATAL.epoch + 1, ("n0", "n1", "n2", "n3"), (0, 1, 2, 3))
+    assert plan.lost_roles == () and plan.layout is None
     assert plan.generation == 1
 
 
@@ -219,7 +219,7 @@ def test_a_loss_on_the_way_begins_again(
     if not departures:
         assert isinstance(it.decide(view, 0.0), Wait)
     action = it.decide(replace(view, left={**view.left, **departures}), now)
-    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3)
+    assert isinstance(action, WritePlan) and action.plan.lost_roles == (0, 1, 2, 3)
     assert (action.plan.epoch, action.plan.members) == (FATAL.epoch + 1, tuple(sorted(members)))
 
 
@@ -227,7 +227,7 @@ def test_one_that_comes_too_late_for_its_restart_holds_nobody_up() -> None:
     """It had left to join a job that it took for running, when the loss of the rest was not known yet."""
     late = {"w3": member("w3", 3, state="waiting", generation=1)}
     action = decider().decide(after_the_loss(restart=RECORD, members={**workers(0, 1), **late}), 0.0)
-    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3) and "too late" in action.reason
+    assert isinstance(action, WritePlan) and action.plan.lost_roles == (0, 1, 2, 3) and "too late" in action.reason
     coming = after_the_loss(restart=RECORD, members=late)
     assert isinstance(decider().decide(coming, 0.0), Wait), "slot 2 is on its way"
     again = after_the_loss(plan=action.plan, restart=RECORD, members={**waiting(2), **late})
@@ -248,4 +248,4 @@ def test_a_worker_that_cannot_go_on_takes_all_back() -> None:
     members = {name: member(name, slot) for slot, name in enumerate(IDS) if name != "b"}
     view = View(world_size=4, plan=RUNNING, members=members, left={"b": left("b", 1, "fatal")})
     action = decider().decide(view, 0.0)
-    assert isinstance(action, WritePlan) and action.plan.unheld == (0, 1, 2, 3) and action.plan.members == IDS
+    assert isinstance(action, WritePlan) and action.plan.lost_roles == (0, 1, 2, 3) and action.plan.members == IDS

@@ -51,7 +51,7 @@ def end(it: Slot, status: int, **more: Any) -> str:
 def test_it_runs_when_a_plan_lists_it() -> None:
     assert slot().state is State.STARTING
     assert slot(FIRST).state is State.RUNNING
-    joining = slot(WITHOUT, home=1)
+    joining = slot(WITHOUT, script_rank=1)
     assert joining.state is State.STARTING and not joining.admitted
 
 
@@ -71,13 +71,13 @@ def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
 def test_a_member_that_leaves_has_not_been_evicted() -> None:
     it = slot(RUNNING)
     assert it.note_notice("told to") is None and it.state is State.LEAVING
-    boundary = replace(WITHOUT, immediate=False, lost=())
+    boundary = replace(WITHOUT, when="boundary", lost=())
     assert it.note_plan(boundary) is None and it.dropped and not it.evicted
     assert end(it, EXIT_LEFT) == "left" and it.state is State.ENDED
 
 
 def test_one_that_waits_to_be_admitted_leaves_at_once() -> None:
-    it = slot(WITHOUT, home=1)
+    it = slot(WITHOUT, script_rank=1)
     assert it.note_notice("told to") == EndWorker(5.0)
     assert end(it, -signal.SIGTERM) == "left" and it.state is State.ENDED
 
@@ -146,7 +146,7 @@ def test_one_that_waits_leaves_when_somebody_asks_it_to() -> None:
 
 def leaves(it: Slot) -> None:
     it.note_notice("leave, file: x")
-    it.note_plan(replace(WITHOUT, immediate=False, lost=()))
+    it.note_plan(replace(WITHOUT, when="boundary", lost=()))
 
 
 def fails(it: Slot) -> None:
@@ -192,7 +192,7 @@ def test_the_end_of_a_worker_that_failed() -> None:
     raised = ExitNotice(reason="ValueError: x", failed=True)
     done = ExitNotice(reason="", done=True)
     assert (departure(13).outcome, departure(13).error) == ("failed", None)
-    assert slot(WITHOUT, home=1).note_end(1, 5.0, None, None, 7).outcome == "lost", "it has only tried to join"
+    assert slot(WITHOUT, script_rank=1).note_end(1, 5.0, None, None, 7).outcome == "lost", "it has only tried to join"
     lost = departure(13, **spared)
     assert (lost.outcome, lost.error, lost.code, lost.step) == ("lost", "exit code 13", 13, 7)
     assert lost.detail == "exit code 13"
@@ -222,7 +222,7 @@ def test_a_failure_ends_the_job_unless_it_goes_on_without_the_member() -> None:
     assert departure.outcome == "failed" and it.state is State.ENDED
     assert it.note_superseded(departure).outcome == "evicted" and it.state is State.REJOINING
     assert not slot(RUNNING, WITHOUT).failure_ends_job
-    assert not slot(WITHOUT, home=1).failure_ends_job
+    assert not slot(WITHOUT, script_rank=1).failure_ends_job
     assert not slot(RUNNING, on_exception="takeover").failure_ends_job
 
 
@@ -231,7 +231,7 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
 ) -> None:
     """It ends with a result, as one that finds no job."""
     caplog.set_level(logging.ERROR, LOGGER)
-    plan = initial_plan(["a"]).to_json().replace('"schema":4', '"schema":5')
+    plan = initial_plan(["a"]).to_json().replace('"schema":5', '"schema":6')
     store = SimpleNamespace(get_prefix=lambda prefix: Snapshot({Keys.PLAN: KeyValue(Keys.PLAN, plan, 1, 1)}, 1))
     it = slot()
     it.state = State.REJOINING
@@ -239,4 +239,4 @@ def test_a_job_that_has_gone_on_with_a_newer_version_is_over_for_it(
     monkeypatch.setattr(rejoin, "_open", lambda: nullcontext(store))
     rejoin.find(Mailbox())
     assert it.state is State.ENDED and it.next is None
-    assert "the bamboo_ds of this member reads 4: " in caplog.text
+    assert "the bamboo_ds of this member reads 5: " in caplog.text

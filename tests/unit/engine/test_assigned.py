@@ -384,7 +384,7 @@ class Transport:
 )
 def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     progress = Progress(seed=1)
-    progress.assigned = members["m0"][1]
+    progress.script.assigned = members["m0"][1]
     job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1)
     channel = SimpleNamespace(joiner=members["m0"][0])
     plan = SimpleNamespace(members=("m0", "m1"), epoch=1)
@@ -410,8 +410,8 @@ def test_a_lost_owner_had_assigned_something_else() -> None:
     context: Any = SimpleNamespace(epoch=epoch, progress=progress)
     own: Any = SimpleNamespace(saves=nothing)
     commits = Commits(context, nothing, own, nothing, {}, ())
-    progress.told_assigned[Role(0, 1)] = 3, 17
+    progress.script.told_assigned[Role(0, 1)] = 3, 17
     assert commits._fingerprint() == 0, "of an operation that is over"
-    progress.told_assigned[Role(0, 1)] = 4, 17
+    progress.script.told_assigned[Role(0, 1)] = 4, 17
     with pytest.raises(UnsupportedError, match=r"lost owner of role \(0,1\): the script has not assigned the same"):
         commits._fingerprint()

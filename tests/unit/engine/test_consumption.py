@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.cli.goodput import goodput
-from bamboo_ds.config import bamboo_config
 from bamboo_ds.engine.data.dataset import Dataset
 from bamboo_ds.engine.stage.commit import Contribution, Form, Measured, decode, encode
 from bamboo_ds.engine.stage.tracing import payload_checksum
@@ -169,16 +168,6 @@ def test_the_command(tmp_path: Path) -> None:
     ]
     done = run([event.model_copy(update={"consumed": None}) for event in job(2)])
     assert (done.exit_code, done.stderr) == (0, "")
-
-
-def test_former_settings_go_on_working_with_a_warning() -> None:
-    with pytest.warns(FutureWarning, match=r"observe\.ledger.*observe\.checksums.*bamboo goodput"):
-        block = bamboo_config({"bamboo": {"observe": {"ledger": "runs/ledger"}}})
-    assert block is not None and block.observe.checksums
-    with pytest.warns(FutureWarning, match=r"observe\.otlp.*observing\.md") as caught:
-        block = bamboo_config({"bamboo": {"observe": {"otlp": "http://me:hunter2@collector:4318", "http": ":0"}}})
-    assert block is not None and not block.observe.checksums and block.observe.http == ":0"
-    assert "hunter2" not in str(caught[0].message)
 
 
 # -- the engine's side ------------------------------------------------------------------------------------

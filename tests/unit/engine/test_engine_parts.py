@@ -38,6 +38,7 @@ from bamboo_ds.errors import EpochChanged, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
 from tests.support.nccl.streams import LateMark, LateStreams
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/scripts.md", "reference/guarantees.md")
 
@@ -136,7 +137,7 @@ def test_a_role_without_a_holder_is_cloned_from_another_pipeline(
             found.follow(after)
         return
     found.follow(after)
-    assert cloned == [(twin, role)] and found.progress.taken_over == {role}
+    assert cloned == [(twin, role)] and found.progress.operation.taken_over == {role}
 
 
 # -- progress -----------------------------------------------------------------------------------------------
@@ -239,20 +240,20 @@ def test_passes_that_a_takeover_repeats() -> None:
     after = takeover(before, ["m1"])
     found = member_of(before, "m0")
     found.follow(after)
-    progress = {Role(0, 0): RoleProgress(5, 2), Role(0, 1): RoleProgress(3, 0, state_only=True)}
-    progress |= {Role(0, 2): RoleProgress(4, 3), Role(0, 3): RoleProgress(3, 3)}
+    progress = {Role(0, 0): undivided(5, 2), Role(0, 1): undivided(3, 0, state_only=True)}
+    progress |= {Role(0, 2): undivided(4, 3), Role(0, 3): undivided(3, 3)}
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 2, 0)
-    progress[Role(0, 2)] = RoleProgress(reduced=True)
+    progress[Role(0, 2)] = undivided(reduced=True)
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (MICRO_BATCHES - 3, 2, 0)
-    assert found.progress.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
+    assert found.progress.operation.redone == {(Role(0, 1), 0): (MICRO_BATCHES, 2)}
     assert found.redone(after, Decision(0, "commit", progress=progress)) == (0, 0, 0)
-    assert not found.progress.redone
+    assert not found.progress.operation.redone
     # Of a stage in two parts the lost member has computed the first one: the second one has seen of that, too.
-    progress |= {Role(0, 1): RoleProgress(rear=PartProgress(1, 4, 2)), Role(0, 2): RoleProgress(4, 3)}
+    progress |= {Role(0, 1): RoleProgress((PartProgress(), PartProgress(1, 2, 4, 2))), Role(0, 2): undivided(4, 3)}
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (4, 2, 0)
-    assert found.progress.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
+    assert found.progress.operation.redone == {(Role(0, 1), 0): (4, 2), (Role(0, 1), 1): (4, 0)}
     # Its sums of one micro-batch go on being used.
-    progress |= {Role(0, 1): RoleProgress(3, 1, since=1)}
+    progress |= {Role(0, 1): undivided(3, 1, since=1)}
     assert found.redone(after, Decision(0, "resume", progress=progress)) == (1, 1, 1)
 
 
@@ -310,7 +311,7 @@ def test_boundaries(retain: bool) -> None:
     assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
     if not retain:
         return
-    third.progress.resumed = True  # shadows do no backward passes in what is resumed
+    third.progress.operation.resumed = True  # shadows do no backward passes in what is resumed
     third.send_grads(0)
     third.resend_grad(0)
     first.resend_activation(0)
@@ -359,7 +360,8 @@ def test_a_later_worker_of_rank_0_goes_on_with_its_tables(
     """In another run in the same folder DeepSpeed's monitor begins again, and so does this one."""
     monkeypatch.setattr(csv_monitor.dist, "get_rank", lambda: 0)
     settings = SimpleNamespace(enabled=True, output_path=str(tmp_path), job_name="job")
-    session: Any = SimpleNamespace(acting_for=lambda rank, call: nullcontext())
+    attachment = SimpleNamespace(acting_for=lambda rank, call: nullcontext())
+    session: Any = SimpleNamespace(attachment=attachment)
 
     def write(step: int) -> None:
         tables = csv_monitor.csvMonitor(settings)

@@ -47,7 +47,7 @@ def test_shards_where_members_become_fewer_than_roles_of_a_stage(monkeypatch: py
     spec = Spec(pipelines=3, stages=2, iterations=12, heals=True, sharded=True)
 
     def healed(world: World) -> bool:
-        return None not in world.plan.shadows and not world.plan.learners and world._entered()
+        return None not in world.plan.shadows and not world.plan.builders and world._entered()
 
     world = World(spec, 0, (Cut("m0", 9), *(Cut(f"m{number}", 5, healed) for number in (4, 2, 3))))
     gathers, messages = gathers_and_messages(world, monkeypatch)

@@ -17,10 +17,8 @@ from bamboo_ds.engine.context.records import Progress, Recovery
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.recovery.reports import (
     MemberReport,
-    PartReport,
     RoleReport,
     ScriptReport,
-    SumsReport,
     all_at_boundary,
     all_in_iteration,
     decision_of,
@@ -30,15 +28,16 @@ from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.engine.replicas.construction import Construction, Kept, OfferedState, Snapshots
 from bamboo_ds.engine.stage.layers import Changes
 from bamboo_ds.errors import EpochChanged
-from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.schedule import Decision, PartProgress
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/elastic.md")
 
 LAYOUT = Layout(1, 2)
 PLAN = with_redundancy(initial_plan(["a", "b"]), LAYOUT, True)
-FRESH = {role: RoleProgress() for role in LAYOUT.roles}
-BEGUN = {role: RoleProgress(2, 1) for role in LAYOUT.roles}
+FRESH = {role: undivided() for role in LAYOUT.roles}
+BEGUN = {role: undivided(2, 1) for role in LAYOUT.roles}
 #: How a recovery of member "a" may end.
 RESUME = Decision(0, "resume", progress=BEGUN)
 COMMIT = Decision(0, "commit", progress=BEGUN)
@@ -64,7 +63,7 @@ class Operation:
         self._do("commit")
 
     def _do(self, what: str) -> None:
-        self.done.append((what, self._progress.resumed))
+        self.done.append((what, self._progress.operation.resumed))
         if self._losses:
             self._losses -= 1
             raise LOSS
@@ -119,8 +118,8 @@ class Member:
         found = self._recoveries.pop(0)
         if isinstance(found, EpochChanged):
             raise found
-        self.progress.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0, 0, None)
-        self.progress.taken_over.add(Role(0, 1))
+        self.progress.operation.recovery = Recovery(found, 0.0, 0.0, 0.0, 0, 0, 0, None)
+        self.progress.operation.taken_over.add(Role(0, 1))
         return found
 
     def _end_iteration(self) -> None:
@@ -132,14 +131,14 @@ class Member:
         operation = Operation(self.progress, losses)
         self.takeover.run(operation)
         assert not self._recoveries and self.boundary == [self.progress.sequence]
-        assert not self.progress.entered
+        assert not self.progress.operation.entered
         return operation.done
 
 
 def test_an_undisturbed_operation() -> None:
     member = Member()
     assert member.run() == [("run", False), (Outcome.COMMITTED, (2.0,))]
-    assert member.progress.sequence == 1 and member.progress.pending is None and member.events == []
+    assert member.progress.sequence == 1 and member.progress.operation.pending is None and member.events == []
 
 
 @pytest.mark.parametrize("interrupted", range(3))
@@ -148,15 +147,15 @@ def test_a_loss_in_an_operation(interrupted: int, then: Decision) -> None:
     """Also where other losses interrupt the recoveries from it: what the last recovery says is done."""
     member = Member(*[LOSS] * interrupted, then)
     done = member.run(losses=1)
-    assert done[0] == ("run", False) and member.progress.taken_over == set()
+    assert done[0] == ("run", False) and member.progress.operation.taken_over == set()
     if then is BEHIND:
         assert done[1:] == [(Outcome.BEHIND, (1.0,))]
         # It is about the next operation, and is reported when that is over.
-        assert member.progress.pending == Decision(1, "resume", (), (1.0,), FRESH)
-        assert member.progress.recovery is not None and member.events == ["fence"]
+        assert member.progress.operation.pending == Decision(1, "resume", (), (1.0,), FRESH)
+        assert member.progress.operation.recovery is not None and member.events == ["fence"]
     else:
         assert done[1:] == [(then.mode, True), (Outcome.COMMITTED, (2.0,))]
-        assert member.progress.pending is None and member.events == ["recovered"]
+        assert member.progress.operation.pending is None and member.events == ["recovered"]
 
 
 def test_a_loss_before_an_operation() -> None:
@@ -173,15 +172,15 @@ def test_a_loss_between_two_operations(then: Decision, pending: bool) -> None:
     member = Member(then)
     member.losses_at_boundary = 1
     assert member.run() == [("run", False), (Outcome.COMMITTED, (2.0,))]
-    assert member.progress.pending == (then if pending else None)
-    assert member.progress.taken_over == {Role(0, 1)} and member.progress.sequence == 1
+    assert member.progress.operation.pending == (then if pending else None)
+    assert member.progress.operation.taken_over == {Role(0, 1)} and member.progress.sequence == 1
 
 
 def test_a_new_plan_at_a_boundary() -> None:
     member = Member(Decision(1, "resume", progress=FRESH))
     member.epoch.switch_due = True
     member.run()
-    assert member.events == ["listened", "reconfigured"] and member.progress.recovery is None
+    assert member.events == ["listened", "reconfigured"] and member.progress.operation.recovery is None
 
 
 def test_between_two_recoveries_of_an_operation_members_compute() -> None:
@@ -195,8 +194,8 @@ def test_between_two_recoveries_of_an_operation_members_compute() -> None:
 # -- reports ------------------------------------------------------------------------------------------------
 
 
-def done_of(forwards: int, backwards: int, begin: int = 0, end: int = 1) -> PartReport:
-    return PartReport(begin=begin, end=end, forwards=forwards, backwards=backwards)
+def done_of(forwards: int, backwards: int, begin: int = 0, end: int = 1) -> PartProgress:
+    return PartProgress(begin, end, forwards, backwards)
 
 
 def report(**changes: Any) -> MemberReport:
@@ -216,7 +215,7 @@ def report(**changes: Any) -> MemberReport:
         "stale": False,
         "replicas": (1,),
         "copying": {3: ("a", "7/3")},
-        "sums": (SumsReport(rank=0, begin=0, end=1, counts=(2, 4)),),
+        "sums": ((0, PartProgress(sums=(2, 4))),),
         "joining": False,
         "history": 3,
         "steps": 3,

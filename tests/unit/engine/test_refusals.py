@@ -195,7 +195,9 @@ def test_what_cannot_be_frozen_exactly() -> None:
     needed: list[bool] = []
     channel = SimpleNamespace(need_every_rank=lambda: needed.append(True))
     job = SimpleNamespace(newest_checkpoint=lambda plan: None)
-    away = replace(plan, members=plan.members[:2], homes=plan.homes[:2], owners=("m0", "m1", "m1"), lost=("m2",))
+    away = replace(
+        plan, members=plan.members[:2], script_ranks=plan.script_ranks[:2], owners=("m0", "m1", "m1"), lost=("m2",)
+    )
     for plan_now, optimizer, kind, reason in (
         (away, SimpleNamespace(), FatalLoss, r"freezes parameters, or makes them trainable, in stage 2 of pipeline 0"),
         (plan, FusedHalfOptimizer.__new__(FusedHalfOptimizer), UnsupportedError, "with fp16"),
@@ -205,7 +207,7 @@ def test_what_cannot_be_frozen_exactly() -> None:
         calls.context = SimpleNamespace(  # type: ignore[assignment]
             binding=SimpleNamespace(local=local, runtimes={local.role: local}),
             epoch=SimpleNamespace(plan=plan_now, job=job, channel=channel),
-            progress=SimpleNamespace(behind=False),
+            progress=SimpleNamespace(script=SimpleNamespace(behind=False)),
         )
         with pytest.raises(kind, match=reason):
             calls._follow_freezing()

@@ -35,8 +35,9 @@ from bamboo_ds.engine.stage.rng import Drawing, drawing_seed
 from bamboo_ds.engine.stage.schedulers import put_settings, settings_of
 from bamboo_ds.engine.stage.tracing import content_checksum
 from bamboo_ds.errors import FatalLoss, UnsupportedError
-from bamboo_ds.schedule import Decision, RoleProgress
+from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/exactness.md", "reference/guarantees.md")
 
@@ -81,17 +82,17 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     )
     context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
     announcements = Announcements(context)
-    progress = {Role(0, stage): RoleProgress(state_only=stage == 1) for stage in (0, 1)}
+    progress = {Role(0, stage): undivided(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
         announcements.check(lost, reports, Decision(4, "resume", progress=progress))
     assert told == ["every rank"], "a restart without one would end in the same way"
-    assert announcements.progress.known_changes == {Role(0, 1): Changes(1, 4)}
+    assert announcements.progress.script.known_changes == {Role(0, 1): Changes(1, 4)}
 
 
 def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
     builder = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
-    lanes = Lanes(replace(plan, learners=((0, builder),)), False)
+    lanes = Lanes(replace(plan, builders=((0, builder),)), False)
     assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
     sent: list[Any] = []
     transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)
@@ -103,12 +104,12 @@ def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     announcements = Announcements(context)
     announcements.tell_again()
     assert not sent
-    progress.changed.add("w")
+    progress.script.changed.add("w")
     local.trained = [True, False]
     announcements.tell_again()
     assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
     assert all(sequence == 5 and told.tolist() == [3, 1, -1, 0, 1, 0] for _, sequence, told in sent)
-    progress.phase = ScriptPhase.JOINING
+    progress.script.phase = ScriptPhase.JOINING
     announcements.tell_again()
     assert len(sent) == 2, "a member that joins has changed nothing"
 
@@ -121,9 +122,9 @@ def test_what_is_assigned_is_told_when_nothing_can_follow() -> None:
     binding: Any = SimpleNamespace(local=SimpleNamespace(role=Role(0, 0), trained=None))
     epoch: Any = SimpleNamespace(lanes=Lanes(plan, False), transport=transport, member="m0")
     progress = Progress(seed=1, sequence=5, steps=3)
-    progress.assigned["engine.value"] = "1"
+    progress.script.assigned["engine.value"] = "1"
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
-    announcements, known = Announcements(context), fingerprint(progress.assigned)
+    announcements, known = Announcements(context), fingerprint(progress.script.assigned)
     announcements.tell_again()
     assert not sent, "a plan that changes between two operations"
     announcements.assigned = True

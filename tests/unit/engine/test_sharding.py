@@ -132,9 +132,9 @@ def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> N
     assert all(gathers(plan, role) for role in plan.world.roles)
     first, last = {("(0,0)", "a", "d"), ("(1,0)", "b", "c")}, {("(0,1)", "c", "b"), ("(1,1)", "d", "a")}
     assert shards_sent(plan) == first | last
-    building = replace(plan, shadows=("c", None, "a", "b"), learners=((1, "d"),))
+    building = replace(plan, shadows=("c", None, "a", "b"), builders=((1, "d"),))
     assert shards_sent(building) == first | last, "members that build a replica get what shadows get"
-    assert shards_sent(replace(plan, learners=((0, "b"),))) == first | last, "an owner that builds one has gathered it"
+    assert shards_sent(replace(plan, builders=((0, "b"),))) == first | last, "an owner that builds one has gathered it"
     divided = replace(plan, layout=replace(plan.world, blocks=(2, 2)), lent=(Lent(0, 1, "front"),))
     assert shards_sent(divided) == first | last and gathers(divided, Role(0, 0)), "owners step what they have lent"
     unsharded = Lanes(replace(plan, layout=Layout(2, 2)), False)
@@ -215,10 +215,10 @@ def test_what_an_aborted_gather_leaves_is_no_parameter(monkeypatch: pytest.Monke
 
 def test_no_other_pipeline_stands_in_for_a_shard() -> None:
     plan = with_redundancy(initial_plan(["a", "b", "c", "d"]), Layout(2, 2), True)
-    assert takeover(plan, ["a", "c"]).unheld == ()
+    assert takeover(plan, ["a", "c"]).lost_roles == ()
     sharded = replace(plan, layout=Layout(2, 2, sharded=True))
-    assert takeover(sharded, ["a", "c"]).unheld == (0, 2)
-    assert takeover(sharded, ["a", "b"]).unheld == ()
+    assert takeover(sharded, ["a", "c"]).lost_roles == (0, 2)
+    assert takeover(sharded, ["a", "b"]).lost_roles == ()
 
 
 @pytest.mark.parametrize("count", [2, 3, 5])

@@ -127,7 +127,10 @@ def test_what_may_give_other_bits_is_named_by_device_and_settings() -> None:
 
 
 def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPatch) -> None:
-    answers = {FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}), History.key(0): "[]"}
+    answers = {
+        FLAGS: json.dumps({"torch.set_default_dtype": "torch.float32"}),
+        History.key(0): History().answer(History.key(0)),
+    }
     monkeypatch.setattr(Replay, "_told", lambda self, key, sources=(): answers[key])
     context: Any = SimpleNamespace(
         job=SimpleNamespace(replaying=False, channel=SimpleNamespace(rank=0)),
@@ -138,7 +141,7 @@ def test_a_member_that_joins_compares_its_settings(monkeypatch: pytest.MonkeyPat
     nothing: Any = None
     member = Replay(context, nothing, nothing, nothing)
     member.join({"torch.set_default_dtype": "torch.float32"})
-    assert context.progress.joining and context.job.replaying
+    assert context.progress.script.joining and context.job.replaying
     with pytest.raises(ConfigError, match=r"dtype is torch.float32 on the job and torch.float64 on this member"):
         member.join({"torch.set_default_dtype": "torch.float64"})
 

@@ -79,8 +79,8 @@ def test_a_part_goes_to_another_place() -> None:
         part.marks[m + 1] = {}
     part.given = {1: torch.tensor(1.0), 2: torch.tensor(2.0), 4: torch.tensor(4.0)}
     assert part.gradients_held == 3
-    part.forget(PartProgress(0, 5, 2, 2))
-    assert part.progress() == PartProgress(0, 5, 2, 2)
+    part.forget(PartProgress(0, 1, 5, 2, 2))
+    assert part.progress() == PartProgress(0, 1, 5, 2, 2)
     assert part.buffers["inputs"] == [None, None, 2, 3, 4, None]
     assert list(part.activations) == [2, 3, 4] and not part.gradients and list(part.marks) == [3, 4, 5]
     assert part.gradients_held == 3
@@ -123,7 +123,7 @@ def test_sums_of_zero_are_not_rounded() -> None:
 def test_what_redundant_passes_keep_is_bounded_after_sums() -> None:
     """Also where sums have come before the first of them."""
     part: Any = Part(0, 1, {})
-    part.forget(PartProgress(0, 2, 2, 2))
+    part.forget(PartProgress(0, 1, 2, 2, 2))
     replica: Any = SimpleNamespace(share=SimpleNamespace(part=part))
     context: Any = SimpleNamespace(
         binding=SimpleNamespace(replicas=lambda: [replica]),
@@ -263,5 +263,5 @@ def test_whose_sums_somebody_could_use() -> None:
     assert all(syncs(plan_of(plain), role) for role in plain.roles)
     alone = plan_of(plain, redundant=False)
     assert not any(syncs(alone, role) for role in plain.roles)
-    copied = replace(alone, learners=((1, "m0"),))
+    copied = replace(alone, builders=((1, "m0"),))
     assert [syncs(copied, role) for role in plain.roles] == [False, True]

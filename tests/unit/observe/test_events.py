@@ -178,8 +178,8 @@ def test_every_event_is_documented_with_every_field() -> None:
             assert info.description or name == "event", f"{model.__name__}.{name} is not documented"
             line = rf"^- .*`{info.alias or name}`"
             assert re.search(line, common if name in events.EventBase.model_fields else section, re.MULTILINE), name
-    assert "- `from` (string): " in text and text.count("- `role` ([int, int]): the role, [pipeline, stage]\n") == 1
-    assert "float or null" in text and "(exit, signal, heartbeat, hang)" in text
+    assert "- `from` (string): " in text and text.count("- `role` ([int,int]): the role, [pipeline, stage]\n") == 1
+    assert "(float?)" in text and "(exit, signal, heartbeat, hang)" in text
 
 
 def test_log_lines_carry_member_role_and_epoch(

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from bamboo_ds.cli.goodput import goodput as command
 from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events as ev
-from bamboo_ds.observe.goodput import account
-from bamboo_ds.observe.goodput.accounted import GoodputReport
+from bamboo_ds.observe.goodput import Accountant, account
+from bamboo_ds.observe.goodput.accounted import Accounted, GoodputReport
 from bamboo_ds.observe.goodput.lives import Category
 from tests.support.written import Written, write
 
@@ -112,6 +112,18 @@ def test_a_step_that_lasts_no_longer_than_others_has_redone_nothing() -> None:
     job.step(18.75, 4, seconds=2.75, epoch=2)
     job.finish(18.75)
     assert spent(account(job.events), "a") == {"initialization": 10, "productive": 8, "detection_and_agreement": 0.75}
+
+
+@pytest.mark.parametrize(("waited", "saving"), [(True, 3), (False, 0.5)])
+def test_the_write_of_a_checkpoint_counts_where_training_waits_for_it(waited: bool, saving: float) -> None:
+    job = Written("a")
+    job.steps(1, 2, at=10)
+    job.add(ev.CheckpointSaved, 17, step=2, path="/c/2", seconds=2.5, bytes=1, waited=waited)
+    job.step(19, 3)
+    job.finish(19)
+    others = {"other": 3 - saving} if saving < 3 else {}
+    expected = {"initialization": 10, "productive": 6, "unproductive_checkpoint_save_time": saving, **others}
+    assert spent(account(job.events), "a") == expected
 
 
 def test_a_redo_without_a_step_to_compare_with_is_all_redone() -> None:
@@ -351,8 +363,11 @@ def sequences(draw: st.DrawFn) -> list[ev.Event]:
 @given(sequences())
 @settings(deadline=None, max_examples=300)
 def test_every_second_is_accounted_to_one_category(events: list[ev.Event]) -> None:
-    report = account(events)
+    report, running = account(events), Accountant()
     assert_complete(report)
+    for event in events:
+        running.add(event)
+    assert running.snapshot().model_dump() == report.model_dump(include=set(Accounted.model_fields))
     width = report.wall_seconds / 7
     _, members = report.over_time(7)
     for category, counts in members.items():

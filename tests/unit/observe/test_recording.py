@@ -1,108 +1,93 @@
-"""What workers record for timelines, and how it comes into files: memory, worker, agent, files."""
+"""What workers record for timelines, and how it comes into files: pipe, worker, agent, files."""
 
 from __future__ import annotations
 
 import logging
 import os
 import stat
-import struct
+from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from deepspeed.runtime.pipe.schedule import ForwardPass, RecvActivation
+from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, RecvActivation
 
 from bamboo_ds.config import bamboo_config
-from bamboo_ds.control.agent.timeline import TimelineWriter
+from bamboo_ds.control.agent.timeline import AroundLosses, TimelineWriter
 from bamboo_ds.engine.context.recording import Recording
 from bamboo_ds.errors import ConfigError, EpochChanged, ProtocolError
-from bamboo_ds.observe.ring import CUT, ENV_FD, NUMBERS, REDONE, SpanRing
+from bamboo_ds.observe.span_pipe import CAPACITY, ENV_FD, SpanReader, SpanWriter
 from bamboo_ds.observe.spans import Head, Kind, Span, SpanFile, path_for, read_timelines
 from bamboo_ds.schedule import FillBubble, RecvReplica
 from bamboo_ds.topology import Role
 
 pytestmark = pytest.mark.claim("guides/timelines.md")
 
-LOAD = NUMBERS[Kind.LOAD]
+
+def pipe_of(capacity: int = CAPACITY) -> tuple[SpanWriter, SpanReader]:
+    reader = SpanReader(capacity)
+    return SpanWriter(reader.writing), reader
 
 
-def ring_of(mode: str = "all", capacity: int = 8) -> SpanRing:
-    ring = SpanRing.create(capacity)
-    ring.switch(mode)
-    return ring
+def load(number: int, step: int = 1) -> Span:
+    return Span(Kind.LOAD, step, float(number), number + 0.5, (0, 1), 0, number)
 
 
-def fill(ring: SpanRing, count: int, step: int = 1) -> None:
-    for _ in range(count):
-        number = ring.written
-        ring.record(LOAD, step, float(number), number + 0.5, (0, 1), 0, number)
+def fill(writer: SpanWriter, numbers: Iterable[int], step: int = 1) -> None:
+    for number in numbers:
+        writer.write(load(number, step))
 
 
-def numbers(spans: list[Span]) -> list[int | None]:
+def numbers(spans: Iterable[Span]) -> list[int | None]:
     return [span.micro_batch for span in spans]
 
 
-# -- memory -------------------------------------------------------------------------------------------------
+# -- the pipe -----------------------------------------------------------------------------------------------
 
 
-def test_a_span_is_read_as_it_was_recorded() -> None:
-    ring = ring_of()
-    ring.record(NUMBERS[Kind.BACKWARD], 7, 1.25, 1.5, (1, 2), 3, 4, REDONE)
-    ring.record(NUMBERS[Kind.AWAIT_PLAN], 7, 2.0, 2.0, marks=CUT)
-    assert ring.read(0, 2) == (
-        [
-            Span(Kind.BACKWARD, 7, 1.25, 1.5, (1, 2), 3, 4, redone=True),
-            Span(Kind.AWAIT_PLAN, 7, 2.0, 2.0, cut=True),
-        ],
-        0,
-    )
-    ring.close()
+def test_a_span_is_read_once_as_it_was_written() -> None:
+    writer, reader = pipe_of()
+    assert reader.read() == []
+    spans = [
+        Span(Kind.BACKWARD, 7, 1.25, 1.5, (1, 2), 3, 4, redone=True),
+        Span(Kind.AWAIT_PLAN, 7, 2.0, 2.0, cut=True),
+    ]
+    for span in spans:
+        writer.write(span)
+    assert (reader.read(), reader.missing, reader.all) == (spans, 0, False)
+    writer.all = True
+    writer.write(spans[0])
+    assert (reader.read(), reader.all) == (spans[:1], True)
+    reader.close()
 
 
-def test_the_newest_spans_stay_and_the_others_are_counted() -> None:
-    ring = ring_of()
-    fill(ring, 20)
-    spans, missed = ring.read(0, 20)
-    assert (numbers(spans), missed) == (list(range(13, 20)), 13), "the next one takes the place of number 12"
-    ring.close()
+def test_spans_that_have_no_room_are_counted_and_keep_nobody_waiting() -> None:
+    writer, reader = pipe_of(capacity=4096)
+    fill(writer, range(200))
+    first = reader.read()
+    assert numbers(first) == list(range(len(first))) and 90 < len(first) < 150
+    fill(writer, range(200, 210))
+    assert (numbers(reader.read()), reader.missing) == (list(range(200, 210)), 200 - len(first))
+    fill(writer, range(210, 212))
+    assert (numbers(reader.read()), reader.missing) == ([210, 211], 0)
+    reader.close()
 
 
-def test_both_processes_see_the_same_memory() -> None:
-    ring = SpanRing.create()
-    environ = {ENV_FD: str(os.dup(ring.fd)), "HOME": "/"}
-    worker = SpanRing.inherited(environ)
-    assert worker is not None and environ == {"HOME": "/"}
-    worker.switch("losses")
-    fill(worker, 3)
-    worker.keep(1, 3)
-    assert (ring.mode, ring.written, ring.wanted()) == ("losses", 3, (1, 3))
-    ring.done = 3
-    assert (worker.done, ring.wanted()) == (3, (3, 3))
-    assert SpanRing.inherited(environ) is None
-    worker.close()
-    ring.close()
-
-
-@pytest.mark.parametrize(
-    ("mode", "keep", "wanted", "at_the_end"),
-    [
-        ("off", None, (0, 0), (0, 0)),
-        ("all", None, (0, 6), (0, 6)),
-        ("losses", None, (0, 0), (0, 0)),
-        ("losses", (2, 4), (2, 4), (2, 4)),
-        ("losses", (2, 2), (2, 2), (2, 6)),  # not all of it is there yet
-    ],
-)
-def test_what_is_wanted(
-    mode: str, keep: tuple[int, int] | None, wanted: tuple[int, int], at_the_end: tuple[int, int]
-) -> None:
-    ring = ring_of(mode)
-    fill(ring, 6)
-    if keep is not None:
-        ring.keep(*keep)
-    assert (ring.wanted(), ring.wanted(ended=True)) == (wanted, at_the_end)
-    ring.close()
+def test_a_worker_without_its_pipe_goes_on(caplog: pytest.LogCaptureFixture) -> None:
+    reader = SpanReader()
+    environ = {ENV_FD: str(os.dup(reader.writing)), "HOME": "/"}
+    fd = int(environ[ENV_FD])
+    os.set_inheritable(fd, True)
+    writer = SpanWriter.inherited(environ)
+    assert writer is not None and environ == {"HOME": "/"} and not os.get_inheritable(fd)
+    assert SpanWriter.inherited(environ) is None
+    reader.close()
+    with caplog.at_level(logging.WARNING, logger="bamboo_ds"):
+        fill(writer, range(3))
+    (told,) = caplog.records
+    assert "no timeline of this member from now on" in told.getMessage() and "Broken pipe" in told.getMessage()
+    os.close(fd)
 
 
 # -- the worker ---------------------------------------------------------------------------------------------
@@ -111,90 +96,78 @@ def test_what_is_wanted(
 class Worker:
     """The recording of a worker that owns stage 1, whose instructions do what a test says."""
 
-    def __init__(self, mode: str = "losses") -> None:
-        self.ring = SpanRing.create(64)
-        self.progress: Any = SimpleNamespace(steps=0, redone={})
+    def __init__(self, mode: str = "losses", pipe: bool = True) -> None:
+        self.reader = SpanReader()
+        self.progress: Any = SimpleNamespace(steps=0, operation=SimpleNamespace(redone={}))
         current = SimpleNamespace(role=Role(0, 1), share=SimpleNamespace(part=SimpleNamespace(begin=0)))
         binding: Any = SimpleNamespace(current=current)
         ds: Any = SimpleNamespace(execute=self._execute)
-        self.recording = Recording(ds, binding, self.progress, self.ring, mode)
+        writer = SpanWriter(self.reader.writing) if pipe else None
+        self.recording = Recording(ds, binding, self.progress, writer, mode)
         self.executed = 0
         self.fails = False
+        self._around_losses = AroundLosses()
 
     def _execute(self, instruction: Any) -> None:
         self.executed += 1
         if self.fails:
             raise EpochChanged("a test says so")
 
-    def iteration(self, disturbed: bool = False) -> None:
+    def iteration(self, disturbed: bool = False) -> list[int]:
+        """An iteration; returns those that the agent writes then."""
         with self.recording.iteration():
             self.recording.execute(ForwardPass(0))
             if disturbed:
-                self.recording.disturbed()
+                self.recover()
+                assert self._chosen() == [], "members recover: nothing is written now"
             self.progress.steps += 1
+        return self._chosen()
 
-    def kept(self) -> list[tuple[int, str]]:
-        spans, missed = self.ring.read(*self.ring.wanted())
-        assert not missed
-        return [(span.step, span.kind.value) for span in spans]
+    def recover(self) -> None:
+        with self.recording.span(Kind.AWAIT_PLAN):
+            pass
+
+    def _chosen(self) -> list[int]:
+        spans = [span for read in self.reader.read() for span in self._around_losses.add(read)]
+        iterations = [span.step for span in spans if span.kind is Kind.ITERATION]
+        assert {span.step for span in spans if span.kind is Kind.FORWARD} == set(iterations), "they are whole"
+        return iterations
 
 
 def test_instructions_are_recorded_with_their_roles_and_marks() -> None:
     worker = Worker("all")
-    worker.progress.redone = {(Role(0, 1), 0): (2, 1)}
+    worker.progress.operation.redone = {(Role(0, 1), 0): (2, 1)}
     for instruction in (ForwardPass(1), ForwardPass(2), FillBubble("grad", 0), RecvReplica(Role(0, 2))):
         worker.recording.execute(instruction)
+    worker.recording.execute(BackwardPass(0))
+    worker.recording.execute(BackwardPass(1))
     worker.fails = True
     with pytest.raises(EpochChanged):
         worker.recording.execute(RecvActivation(3))
     with pytest.raises(EpochChanged), worker.recording.span(Kind.AGREE):
         raise EpochChanged("a test says so")
-    spans, _ = worker.ring.read(0, worker.ring.written)
-    assert worker.executed == 5
+    spans = worker.reader.read()
+    assert worker.executed == 7 and worker.reader.all
     assert [(s.kind.value, s.role, s.micro_batch, s.redone, s.cut) for s in spans] == [
         ("ForwardPass", (0, 1), 1, True, False),
         ("ForwardPass", (0, 1), 2, False, False),
         ("RecvReplica", (0, 2), None, False, False),
+        ("BackwardPass", (0, 1), 0, True, False),
+        ("BackwardPass", (0, 1), 1, False, False),
         ("RecvActivation", (0, 1), 3, False, True),
         ("Agree", None, None, False, True),
     ]
     assert all(span.begin <= span.end for span in spans)
-    worker.ring.close()
+    worker.reader.close()
 
 
-def test_iterations_around_a_loss_are_kept() -> None:
-    worker = Worker()
-    for _ in range(5):
-        worker.iteration()
-    assert worker.kept() == []
-    worker.iteration(disturbed=True)
-    assert worker.kept() == [], "members recover: nothing is written now"
-    worker.iteration()
-    assert [step for step, kind in worker.kept() if kind == "Iteration"] == [4, 5, 6, 7]
-    # Another one before the agent has come to it takes nothing away.
-    worker.iteration(disturbed=True)
-    worker.iteration()
-    assert [step for step, kind in worker.kept() if kind == "Iteration"] == [4, 5, 6, 7, 8, 9]
-    worker.ring.done = worker.ring.written
-    for _ in range(4):
-        worker.iteration()
-    worker.iteration(disturbed=True)
-    worker.iteration(disturbed=True)
-    worker.iteration()
-    assert [step for step, kind in worker.kept() if kind == "Iteration"] == [12, 13, 14, 15, 16]
-    worker.ring.close()
-
-
-@pytest.mark.parametrize("ring", [True, False])
-def test_nothing_is_recorded_where_it_is_off(ring: bool) -> None:
-    worker = Worker("off")
-    if not ring:
-        worker.recording._ring = None
-    worker.iteration(disturbed=True)
-    with worker.recording.span(Kind.AGREE):
-        pass
-    assert (worker.executed, worker.ring.written, worker.kept()) == (1, 0, [])
-    worker.ring.close()
+@pytest.mark.parametrize(("mode", "pipe"), [("off", True), ("losses", False)])
+def test_nothing_is_recorded_where_it_is_off(mode: str, pipe: bool) -> None:
+    worker = Worker(mode, pipe)
+    with worker.recording.iteration(), worker.recording.span(Kind.AGREE):
+        worker.recording.execute(ForwardPass(0))
+    assert (worker.executed, worker.reader.read()) == (1, [])
+    worker.reader.close()
 
 
 def test_the_setting() -> None:
@@ -207,12 +180,41 @@ def test_the_setting() -> None:
 # -- the agent ----------------------------------------------------------------------------------------------
 
 
-def writer_of(folder: Path, mode: str) -> tuple[TimelineWriter, SpanRing]:
-    writer = TimelineWriter(str(folder / "events.jsonl"), "gpt", "m1-ab", 1)
-    worker = SpanRing.inherited({ENV_FD: str(os.dup(next(iter(writer.fds))))})
-    assert worker is not None and set(writer.environment) == {ENV_FD}
-    worker.switch(mode)
-    return writer, worker
+def test_iterations_around_a_loss_are_chosen() -> None:
+    worker = Worker()
+    for _ in range(5):
+        assert worker.iteration() == []
+    assert worker.iteration(disturbed=True) == []
+    assert worker.iteration() == [4, 5, 6, 7]
+    assert worker.iteration(disturbed=True) == []
+    assert worker.iteration() == [8, 9], "each is written once"
+    for _ in range(4):
+        assert worker.iteration() == []
+    assert worker.iteration(disturbed=True) == []
+    assert worker.iteration(disturbed=True) == []
+    assert worker.iteration() == [12, 13, 14, 15, 16]
+    for _ in range(2):
+        assert worker.iteration() == []
+    worker.recover()  # a change of plan between iterations
+    assert worker.iteration() == []
+    assert worker.iteration() == [17, 18, 19, 20]
+    worker.reader.close()
+
+
+def test_spans_that_are_held_are_bounded() -> None:
+    around = AroundLosses()
+    for number in range(20_000):
+        assert not around.add(load(number))
+    assert numbers(around.end(lost=True)) == list(range(20_000 - 2**14, 20_000))
+
+
+def agent_of(folder: Path, mode: str) -> tuple[TimelineWriter, SpanWriter]:
+    agent = TimelineWriter(str(folder / "events.jsonl"), "gpt", "m1-ab", 1)
+    (fd,) = agent.fds
+    assert agent.environment == {ENV_FD: str(fd)}
+    worker = SpanWriter(fd)
+    worker.all = mode == "all"
+    return agent, worker
 
 
 def written(folder: Path) -> list[int | None]:
@@ -220,92 +222,79 @@ def written(folder: Path) -> list[int | None]:
 
 
 def test_the_agent_writes_what_is_wanted_for_its_owner_alone(tmp_path: Path) -> None:
-    writer, worker = writer_of(tmp_path, "all")
-    writer.write()
+    agent, worker = agent_of(tmp_path, "all")
+    agent.write()
     assert not list(tmp_path.iterdir())
-    fill(worker, 3)
-    writer.write()
-    fill(worker, 2)
-    writer.end(lost=False)
-    writer.end(lost=False)
+    fill(worker, range(3))
+    agent.write()
+    fill(worker, range(3, 5))
+    agent.end(lost=False)
+    agent.end(lost=False)
     path = path_for(tmp_path / "events.jsonl", "m1-ab")
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     (found,) = read_timelines(tmp_path / "events.jsonl")
     assert numbers(found.spans) == [0, 1, 2, 3, 4]
     assert (found.head.job, found.member, found.head.rank) == ("gpt", "m1-ab", 1)
-    worker.close()
 
 
-def test_of_a_lost_worker_the_last_iterations_are_written(tmp_path: Path) -> None:
-    writer, worker = writer_of(tmp_path, "losses")
+@pytest.mark.parametrize("lost", [True, False])
+def test_of_a_lost_worker_the_last_iterations_are_written(tmp_path: Path, lost: bool) -> None:
+    agent, worker = agent_of(tmp_path, "losses")
     for step in range(1, 7):
-        fill(worker, 2, step)
-    writer.write()
+        fill(worker, (2 * step, 2 * step + 1), step)
+    agent.write()
     assert not list(tmp_path.iterdir())
-    writer.end(lost=True)
-    assert written(tmp_path) == [6, 7, 8, 9, 10, 11]
-    worker.close()
+    agent.end(lost)
+    assert written(tmp_path) == ([8, 9, 10, 11, 12, 13] if lost else [])
 
 
 def test_a_worker_that_ends_well_after_a_loss_leaves_what_there_is(tmp_path: Path) -> None:
-    writer, worker = writer_of(tmp_path, "losses")
-    fill(worker, 4)
-    worker.keep(1, 1)
-    writer.end(lost=False)
-    assert written(tmp_path) == [1, 2, 3]
-    worker.close()
+    agent, worker = agent_of(tmp_path, "losses")
+    fill(worker, range(3))
+    worker.write(Span(Kind.AWAIT_PLAN, 1, 10.0, 11.0))
+    agent.write()
+    assert not list(tmp_path.iterdir())
+    agent.end(lost=False)
+    assert written(tmp_path) == [0, 1, 2, None]
 
 
 def test_without_events_there_is_no_timeline() -> None:
-    writer = TimelineWriter(None, "gpt", "m1-ab", 1)
-    assert (writer.fds, writer.environment) == ((), {})
-    writer.write()
-    writer.end(lost=True)
+    agent = TimelineWriter(None, "gpt", "m1-ab", 1)
+    assert (agent.fds, agent.environment) == ((), {})
+    agent.write()
+    agent.end(lost=True)
 
 
 def test_a_failure_to_write_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    writer, worker = writer_of(tmp_path / "nothing", "all")
+    agent, worker = agent_of(tmp_path / "nothing", "all")
     with caplog.at_level(logging.WARNING, logger="bamboo_ds"):
         for _ in range(3):
-            fill(worker, 1)
-            writer.write()
-        writer.end(lost=True)
+            fill(worker, range(1))
+            agent.write()
+        agent.end(lost=True)
     (told,) = caplog.records
     assert "no timeline of this member from now on" in told.getMessage() and "nothing" in told.getMessage()
-    worker.close()
 
 
-def test_spans_that_came_too_fast_are_counted(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    ring = SpanRing.create(5)
-    writer = TimelineWriter(str(tmp_path / "events.jsonl"), "gpt", "m1-ab", 1)
-    writer.end(lost=False)
-    writer._ring = ring
-    ring.switch("all")
-    fill(ring, 7)
+def test_spans_that_came_too_fast_are_told(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    agent, worker = agent_of(tmp_path, "all")
+    fill(worker, range(40_000))
+    agent.write()
+    fill(worker, range(40_000, 40_001))
     with caplog.at_level(logging.WARNING, logger="bamboo_ds"):
-        writer.write()
-    assert written(tmp_path) == [3, 4, 5, 6] and "lacks 3 spans" in caplog.text
-    writer.end(lost=False)
+        agent.end(lost=False)
+    found = written(tmp_path)
+    assert found == [*range(len(found) - 1), 40_000]
+    assert f"lacks {40_001 - len(found)} spans" in caplog.text
 
 
 def test_much_is_written_in_parts(tmp_path: Path) -> None:
-    writer, worker = writer_of(tmp_path, "all")
-    fill(worker, 5000)
+    agent, worker = agent_of(tmp_path, "all")
+    fill(worker, range(5000))
     for count in (2000, 4000, 5000):
-        writer.write()
+        agent.write()
         assert written(tmp_path) == list(range(count))
-    writer.end(lost=False)
-    worker.close()
-
-
-def test_a_span_that_is_being_stored_is_not_read() -> None:
-    ring = ring_of()
-    fill(ring, 16)
-    record = ring._raw(8)
-    struct.Struct("<IIBBhhHid").pack_into(ring._memory, 64, 8, 1, 0, 0, 0, 0, 0, 0, 999.0)  # of the 17th, cut short
-    assert ring._raw(8)[:2] == record[:2] and ring._raw(8) != record
-    assert numbers(ring.read(8, 16)[0]) == list(range(9, 16))
-    ring.close()
+    agent.end(lost=False)
 
 
 # -- files --------------------------------------------------------------------------------------------------

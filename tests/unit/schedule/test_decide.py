@@ -7,12 +7,13 @@ import pytest
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.schedule import Decision, MemberProgress, RoleProgress, decide
 from bamboo_ds.topology import Layout, Role
+from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("concepts.md")
 
 LAYOUT = Layout(1, 2)
 A, B = LAYOUT.roles
-PART, WHOLE, NONE = RoleProgress(3, 1), RoleProgress(4, 4, reduced=True), RoleProgress()
+PART, WHOLE, NONE = undivided(3, 1), undivided(4, 4, reduced=True), undivided()
 NAN = float("nan")
 
 

@@ -29,7 +29,7 @@ from bamboo_ds.schedule import (
 from bamboo_ds.schedule.orders import member_order
 from bamboo_ds.schedule.progress import finished
 from bamboo_ds.topology import BlockCosts, Layout, Lent, Plan, Role, takeover
-from tests.support.planning import plan_of
+from tests.support.planning import plan_of, undivided
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/even-shares.md")
 
@@ -43,16 +43,16 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
     micro_batches = draw(st.integers(1, 12))
     for _ in range(draw(st.integers(0, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
-        progress[role] = RoleProgress(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
+        progress[role] = undivided(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
     return plan, micro_batches, progress
 
 
 def anything(random: Random) -> tuple[Plan, int, Progress]:
-    """Owners, shadows, learners and standbys anywhere, lent parts, measured costs, tensor slices, any progress."""
+    """Owners, shadows, builders and standbys anywhere, lent parts, measured costs, tensor slices, any progress."""
     slices, micro_batches = random.choice([1, 1, 1, 2]), random.randint(1, 8)
     stages, pipelines = random.randint(1, 6), random.randint(1, 4) * slices
     blocks = tuple(random.randint(1, 4) for _ in range(stages)) if slices == 1 and random.random() < 0.6 else ()
@@ -69,14 +69,14 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         for rank, role in enumerate(layout.roles)
         if blocks and blocks[role.stage] > 1 and shadows[rank] is not None and random.random() < 0.4
     ]
-    learners = [(rank, random.choice(names)) for rank in range(layout.size) if random.random() < 0.1]
+    builders = [(rank, random.choice(names)) for rank in range(layout.size) if random.random() < 0.1]
     plan = replace(plan, members=names, owners=tuple(owners), shadows=tuple(shadows))
-    plan = replace(plan, lent=tuple(lent), learners=tuple(learners))
+    plan = replace(plan, lent=tuple(lent), builders=tuple(builders))
     if random.random() < 0.5:
         seconds = [[random.choice((1.0, 1.0, 0.35, 2.1)) for _ in range(layout.blocks_of(s))] for s in range(stages)]
         slow = tuple((member, random.choice((1.5, 0.7))) for member in names if random.random() < 0.2)
         plan = replace(plan, costs=BlockCosts(tuple(map(tuple, seconds)), slow))
-    progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
+    progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in layout.roles}
     if random.random() < 0.3:
         return plan, micro_batches, progress
 
@@ -88,13 +88,12 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         if layout.slice_of(role):
             progress[role] = progress[layout.slices_with(role)[0]]
             continue
-        forwards, backwards = counters()
-        done = replace(done, forwards=forwards, backwards=backwards, reduced=random.random() < 0.2)
-        if done.rear is not None:
-            done = replace(done, rear=PartProgress(done.rear.begin, *counters()))
-        elif layout.blocks_of(role.stage) > 1 and random.random() < 0.2:  # its owner computes both parts
-            done = replace(done, rear=PartProgress(random.randint(1, blocks[role.stage] - 1), *counters()))
-        progress[role] = done
+        bounds = [part.blocks for part in done.parts]
+        if len(bounds) == 1 and layout.blocks_of(role.stage) > 1 and random.random() < 0.2:
+            cut = random.randint(1, blocks[role.stage] - 1)  # its owner computes both parts
+            bounds = [(0, cut), (cut, blocks[role.stage])]
+        parts = tuple(PartProgress(*each, *counters()) for each in bounds)
+        progress[role] = replace(done, parts=parts, reduced=random.random() < 0.2)
     return plan, micro_batches, progress
 
 
@@ -205,7 +204,7 @@ def passes_of(plan: Plan, member: str, micro_batches: int, progress: Progress) -
 
 @pytest.mark.parametrize("block", range(4))
 def test_every_member_finds_its_part_of_the_order_of_the_whole_world(block: int) -> None:
-    """From the copies alone that it is connected with: with losses, standbys, learners, lent parts and slices."""
+    """From the copies alone that it is connected with: with losses, standbys, builders, lent parts and slices."""
     met: Counter[str] = Counter()
     for seed in range(100 * block, 100 * (block + 1)):
         plan, micro_batches, progress = anything(Random(seed))
@@ -235,7 +234,7 @@ def test_a_member_simulates_the_copies_that_it_is_connected_with(monkeypatch: py
     copies = [row[2:6] for row in rows]
     layout, micro_batches = Layout(4, 4), 6
     who: Hosts = tuple((copies[role.pipeline][role.stage],) for role in layout.roles)
-    done = finished(layout, micro_batches, dict.fromkeys(layout.roles, RoleProgress()))
+    done = finished(layout, micro_batches, dict.fromkeys(layout.roles, undivided()))
     whole = compute_order(layout, who, micro_batches)
     planned: list[int] = []
     simulated: list[list[str]] = []

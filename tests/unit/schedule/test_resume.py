@@ -14,9 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.schedule import Held, PartProgress, RoleProgress, SendSums, UseRole, member_program, settle
+from bamboo_ds.schedule import PartProgress, RoleProgress, SendSums, UseRole, member_program, settle
 from bamboo_ds.schedule.settling import ways
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+from tests.support.planning import undivided
 from tests.support.programs import play
 
 pytestmark = pytest.mark.claim("reference/guarantees.md")
@@ -46,8 +47,8 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress], l
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
-        kept = RoleProgress(forwards, draw(st.integers(0, forwards)), reduced=draw(st.booleans()))
-        bare = RoleProgress(reduced=draw(st.booleans()), state_only=True)
+        kept = undivided(forwards, draw(st.integers(0, forwards)), reduced=draw(st.booleans()))
+        bare = undivided(reduced=draw(st.booleans()), state_only=True)
         progress[role] = draw(st.sampled_from([kept, kept, bare]))
     return plan, micro_batches, progress, ties
 
@@ -60,7 +61,7 @@ def test_iterations_come_to_their_end_from_any_progress(
     """Every message is received, every pass done once; stages that others reduce with have their sums."""
     plan, micro_batches, progress, ties = case
     if begins:
-        progress = dict.fromkeys(plan.world.roles, RoleProgress())
+        progress = dict.fromkeys(plan.world.roles, undivided())
     settled = settle(plan.world, micro_batches, progress, set().union(*ties))
     assert all(replace(done, reduced=progress[role].reduced) == progress[role] for role, done in settled.items())
     play(plan, micro_batches, settled, ties)
@@ -72,8 +73,8 @@ def test_what_is_reduced_everywhere_is_not_done_again(copies: int, lacking: int 
     """A loss after all passes, when some had not entered the commit; one copy of stage ``lacking`` is not reduced."""
     plan = takeover(plan_of(copies, 3), {"m1" if copies == 1 else f"m{copies}"})
     lost = Role(0, 1)
-    progress = {role: RoleProgress(4, 4, reduced=True) for role in plan.world.roles}
-    progress[lost] = RoleProgress(2, 0, reduced=True, state_only=True)
+    progress = {role: undivided(4, 4, reduced=True) for role in plan.world.roles}
+    progress[lost] = undivided(2, 0, reduced=True, state_only=True)
     late = Role(copies - 1, lacking) if lacking is not None else None
     if late is not None:
         progress[late] = replace(progress[late], reduced=False)
@@ -104,16 +105,16 @@ def with_sums(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
         sums = tuple(sorted(draw(st.sets(counts, max_size=2))))
         given = draw(st.integers(backwards, micro_batches))
         kind = draw(st.sampled_from(["survives", "survives", "heir", "heir", "has taken over", "broken"]))
-        done = RoleProgress(forwards, backwards, held=(Held(given),))
+        done = undivided(forwards, backwards, given=given)
         if kind == "heir":  # it may have left out what the sums made needless
             since = draw(st.sampled_from([0, *(count for count in sums if count <= forwards)]))
-            done = RoleProgress(forwards, since, since=since, state_only=True, held=(Held(since, sums),))
+            done = undivided(forwards, since, since=since, state_only=True, given=since, sums=sums)
         elif kind == "has taken over":
             since = draw(st.integers(0, backwards))
-            done = RoleProgress(forwards, backwards, since=since, held=(Held(given, sums),))
+            done = undivided(forwards, backwards, since=since, given=given, sums=sums)
         elif kind == "broken":
             own = tuple(count for count in sums if count <= backwards)
-            done = RoleProgress(forwards, backwards, held=(Held(given, own, broken=True),))
+            done = undivided(forwards, backwards, given=given, sums=own, broken=True)
         progress[role] = replace(done, reduced=draw(st.booleans()) and draw(st.booleans()))
     return plan, micro_batches, progress
 
@@ -133,17 +134,17 @@ def test_what_is_built_on_is_the_most_that_fits_together(
     settled = settle(plan.world, micro_batches, progress)
     play(plan, micro_batches, settled)
     check_sums_sent(plan, micro_batches, settled, every)
-    options = [ways(done.parts[0], done.held[0]) for done in progress.values()]
+    options = [ways(done.parts[0]) for done in progress.values()]
     # What is reduced everywhere may stay so, and counts as all of it.
     for done, ways_on in zip(progress.values(), options, strict=True):
         if done.reduced:
             since = micro_batches if done.state_only else ways_on[0].since
-            ways_on.insert(0, PartProgress(0, micro_batches, micro_batches, since))
+            ways_on.insert(0, PartProgress(0, 1, micro_batches, micro_batches, since))
     found = []
     for choice in product(*(range(len(ways_on)) for ways_on in options)):
         parts = [ways_on[number] for number, ways_on in zip(choice, options, strict=True)]
-        kept = [part.backwards >= done.backwards for part, done in zip(parts, progress.values(), strict=True)]
-        given = [done.held[0].given if here else 0 for here, done in zip(kept, progress.values(), strict=True)]
+        kept = [part.backwards >= done.parts[0].backwards for part, done in zip(parts, progress.values(), strict=True)]
+        given = [done.parts[0].given if here else 0 for here, done in zip(kept, progress.values(), strict=True)]
         if not lacks(parts, given):
             found.append(choice)
     best = tuple(min(choice[number] for choice in found) for number in range(len(options)))
@@ -166,7 +167,7 @@ def check_sums_sent(plan: Plan, micro_batches: int, progress: Mapping[Role, Role
                 sent[role] += 1
                 assert every and (instruction.buffer_id + 1) % every == 0
         for own in plan.owned_by(member):
-            first = micro_batches if progress[own].reduced else progress[own].backwards
+            first = micro_batches if progress[own].reduced else progress[own].parts[0].backwards
             counts = range(first + 1, micro_batches) if plan.shadow(own) is not None and every else ()
             assert sent[own] == sum(count % every == 0 for count in counts)
 
@@ -178,11 +179,11 @@ def test_an_heir_goes_on_from_the_newest_sums_whose_gradients_are_there() -> Non
     for received, count in ((4, 4), (3, 2), (1, 0)):
         used = min(3, received)
         progress = {
-            first: RoleProgress(4, used, held=(Held(received),)),
-            lost: RoleProgress(1, 0, state_only=True, held=(Held(0, (2, 4)),)),
-            last: RoleProgress(5, 5, held=(Held(5),)),
+            first: undivided(4, used, given=received),
+            lost: undivided(1, 0, state_only=True, sums=(2, 4)),
+            last: undivided(5, 5, given=5),
         }
         settled = settle(plan.world, 6, progress)
-        assert settled[lost] == RoleProgress(count or 1, count, since=count, state_only=True)
-        assert settled[first] == replace(progress[first], held=()) and settled[last].backwards == 5
+        assert settled[lost] == undivided(count or 1, count, since=count, state_only=True)
+        assert settled[first] == undivided(4, used) and settled[last].parts[0].backwards == 5
         play(plan, 6, settled)

@@ -276,7 +276,7 @@ def test_speeds_are_those_of_jobs(micro_batches: int, divided: bool, measured: d
 def test_groups_of_pipelines_are_played_like_all_at_once() -> None:
     profile = model(layers=12, micro_batches=24)
     pace = Pace(profile, Terms(message_ms=0), 3, 4, RedundancyMode.EAGER_FORWARD)
-    members = [Candidate(f"m{n}", n, f"m{n}", home=n) for n in range(10)]
+    members = [Candidate(f"m{n}", n, f"m{n}", script_rank=n) for n in range(10)]
     plan = placed(pace, members, BambooConfig())
     progress = Stretch(pace, plan).progress
     groups = pace.groups(plan, progress)

@@ -105,7 +105,8 @@ def test_members_take_it_together_or_not_at_all(writes: bool, agreed: int) -> No
 
 def taker(saves: Any, every_s: Any = 5.0, steps: int = 3) -> Any:
     """What decides on a member that leads in epoch 7, which has seen no losses yet."""
-    progress = SimpleNamespace(agreed=SimpleNamespace(own=7), steps=steps, rate=LossRate)
+    operation = SimpleNamespace(agreed=SimpleNamespace(own=7))
+    progress = SimpleNamespace(operation=operation, steps=steps, rate=LossRate)
     context = SimpleNamespace(
         settings=SimpleNamespace(checkpoint=CheckpointConfig(every_s=every_s)),
         epoch=SimpleNamespace(plan=SimpleNamespace(epoch=7), leads=True),
@@ -159,7 +160,7 @@ def test_a_stage_that_cannot_be_copied_ends_the_own_ones_and_not_the_job() -> No
 ALONE = Layout(1, 1)
 
 
-def test_two_are_kept_and_no_spares_are_made(members: Callable[..., Member], tmp_path: Path) -> None:
+def test_two_are_kept(members: Callable[..., Member], tmp_path: Path) -> None:
     folder = own_folder(tmp_path, "job")
     member = members(0, folder, keep=1)
     for step in (1, 2, 3):

@@ -21,7 +21,7 @@ from bamboo_ds.engine.joining.replay import Replay
 from bamboo_ds.errors import ProtocolError, TransferError
 from bamboo_ds.generations import is_over
 from bamboo_ds.state import publish
-from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, SPARE, CheckpointError, Manifest
+from bamboo_ds.state.checkpoints import MANIFEST, REMOVING, CheckpointError, Manifest
 from bamboo_ds.state.locations import Places
 from bamboo_ds.state.own import own_folder
 from bamboo_ds.topology import Layout
@@ -125,13 +125,6 @@ def test_the_folder_is_that_which_the_script_has_named(folder: Path) -> None:
     assert is_over(folder, ("o", 0)) and not is_over(folder / "run", ("o", 0))
 
 
-def test_one_that_the_script_has_deleted_too_early(folder: Path) -> None:
-    """A save was under way, which began with a spare of it."""
-    told = save(folder)
-    os.rename(told, folder / f"{SPARE}~job~save~step40")
-    assert find(told) == [str(folder), "step40"] and Path(told, MANIFEST).exists()
-
-
 @pytest.mark.parametrize("apart", [False, True], ids=["beside the script's", "apart"])
 @pytest.mark.parametrize(
     ("script", "own", "expected"),
@@ -201,18 +194,7 @@ def test_a_history_travels_and_is_saved(first: int) -> None:
     assert other.extend(history.answer(History.key(0))) == 5 and other[9] == history[4] and other.steps == 8
     assert other.losses(6) == [*other.losses(5), float("inf")] and other.losses(5)[1:3] == [0.5, 0.375]
     assert (other.alike("train"), other.alike("evaluate"), other.differs) == (False, True, True)
-
-
-def test_a_history_that_was_written_one_by_one_is_read() -> None:
-    history, old = history_of(), History()
-    done = [
-        [each.kind, each.data, *([] if each.alike is None else [each.alike])]
-        for each in map(history.__getitem__, range(5))
-    ]
-    assert old.extend(json.dumps(done)) == 5
-    assert [old[number] for number in range(5)] == [history[number] for number in range(5)]
-    assert old.answer(History.key(0)) == history.answer(History.key(0))
-    assert old.extend(history.answer(History.key(7))) == 0, "one that knows less has nothing to tell"
+    assert other.extend(history.answer(History.key(7))) == 0, "one that knows less has nothing to tell"
 
 
 def test_a_long_history_is_short_and_holds_no_heartbeat_up(monkeypatch: pytest.MonkeyPatch) -> None:

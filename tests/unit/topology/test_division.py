@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 from random import Random
 
 import pytest
@@ -26,7 +27,7 @@ from bamboo_ds.topology import (
 )
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.planner import takeover
-from tests.support.planning import Learners, at_rest, learning, plan_of
+from tests.support.planning import Builders, at_rest, learning, plan_of
 from tests.support.programs import play
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
@@ -40,13 +41,13 @@ def job(pipelines: int, stages: int, blocks: int) -> Plan:
 
 
 def candidates(members: list[str], size: int, hosts: dict[str, str]) -> list[Candidate]:
-    return [Candidate(m, n, host=hosts.get(m, m), home=n % size) for n, m in enumerate(members)]
+    return [Candidate(m, n, host=hosts.get(m, m), script_rank=n % size) for n, m in enumerate(members)]
 
 
 def settled(plan: Plan, members: list[Candidate]) -> Plan:
     """What the planner makes of it, when all copies are made. It comes to rest at once, or after one more change."""
     for _ in range(3):
-        before, plan = plan, replace(best_plan(plan, members, policy=POLICY), learners=())
+        before, plan = plan, replace(best_plan(plan, members, policy=POLICY), builders=())
         if (plan.owners, plan.shadows, plan.lent) == (before.owners, before.shadows, before.lent):
             return plan
     raise AssertionError(f"it does not come to rest: {plan}")
@@ -67,7 +68,7 @@ def test_plans_come_to_rest(pipelines: int, stages: int, blocks: int, seed: int)
         if random.random() < 0.6 and len(alive) > 1:
             lost = random.choice(alive)
             plan = takeover(plan, {lost})
-            if plan.unheld:
+            if plan.lost_roles:
                 return
             alive.remove(lost)
         else:
@@ -101,22 +102,22 @@ def test_copies_lead_to_rest(seed: int) -> None:
         if random.random() < 0.6 and len(alive) > 1:
             lost = random.choice(alive)
             after = takeover(plan, {lost})
-            if after.unheld:
+            if after.lost_roles:
                 return
             plan = after
             alive.remove(lost)
         else:
             alive.append(f"m{joined}")
             joined += 1
-        members = [Candidate(m, int(m[1:]), m, home=int(m[1:]) % size) for m in alive]
+        members = [Candidate(m, int(m[1:]), m, script_rank=int(m[1:]) % size) for m in alive]
         plan, targets = at_rest(plan, members, POLICY, random, copying)
         assert targets <= 4
         again = best_plan(plan, members, policy=POLICY)
         assert (again.owners, again.shadows, again.lent) == (plan.owners, plan.shadows, plan.lent)
 
 
-def copying(plan: Plan, members: list[Candidate], target: Plan, learners: Learners) -> Plan:
-    return learning(plan, members, learners, lent=divided(plan, Costs(), plan.cuts, POLICY.min_gain))
+def copying(plan: Plan, members: list[Candidate], target: Plan, builders: Builders) -> Plan:
+    return learning(plan, members, builders, lent=divided(plan, Costs(), plan.cuts, POLICY.min_gain))
 
 
 @pytest.mark.parametrize(
@@ -211,7 +212,7 @@ def test_a_thousand_members() -> None:
     plan = job(64, 16, 4)
     for lost in Random(1).sample(list(plan.members), 8):
         after = takeover(plan, {lost})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     after = best_plan(plan, candidates(list(plan.members), 1024, {}), policy=POLICY)
     assert predicted_s(after, Costs()) == 1.25
 
@@ -226,7 +227,7 @@ def makespan(plan: Plan, micro_batches: int) -> float:
     """
     layout = plan.world
     costs = plan.costs or BlockCosts(tuple((1.0,) * count for count in layout.blocks))
-    progress = {role: not_begun(plan.lending(role)) for role in layout.roles}
+    progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in layout.roles}
 
     def seconds(role: Role, kind: str, begin: int, end: int, member: str) -> float:
         return costs.part(role.stage, begin, end) * costs.slow(member) * (1 if kind == "F" else 2)
@@ -305,17 +306,17 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     plan = replace(plan, lent=tuple(lent), costs=costs)
     for _ in range(draw(st.integers(0, 2))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     progress = {}
     cuts = {each.rank: each.cut for each in lent}
     for rank, role in enumerate(plan.world.roles):
         done = [draw(st.integers(0, micro_batches)) for _ in range(2)]
         backs = [draw(st.integers(0, each)) for each in done]
-        begun = not_begun(plan.lending(role))
-        rear = PartProgress(cuts[rank], done[1], backs[1]) if rank in cuts else None
-        progress[role] = replace(
-            begun, forwards=done[0], backwards=backs[0], rear=rear, reduced=draw(st.booleans()) and draw(st.booleans())
-        )
+        blocks = plan.world.blocks_of(role.stage)
+        bounds = (0, cuts[rank], blocks) if rank in cuts else (0, blocks)
+        parts = tuple(PartProgress(*each, f, b) for each, f, b in zip(pairwise(bounds), done, backs, strict=False))
+        reduced = draw(st.booleans()) and draw(st.booleans())
+        progress[role] = replace(not_begun(blocks, plan.lending(role)), parts=parts, reduced=reduced)
     return plan, micro_batches, progress
 
 
@@ -326,5 +327,5 @@ def test_programs_of_divided_stages_come_to_their_end(
 ) -> None:
     plan, micro_batches, progress = case
     if begins:
-        progress = {role: not_begun(plan.lending(role)) for role in plan.world.roles}
+        progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in plan.world.roles}
     play(plan, micro_batches, progress)

@@ -20,10 +20,10 @@ from bamboo_ds.topology import (
     Move,
     Plan,
     Policy,
+    builders_for,
     explain,
     holders_of,
     initial_plan,
-    learners_for,
     moves,
     predicted_s,
     takeover,
@@ -39,9 +39,13 @@ pytestmark = pytest.mark.claim("concepts.md", "guides/elastic.md", "reference/cl
 EQUAL = Costs()
 
 
-def member(slot: int, host: str = "", zone: str = "", home: int | None = None, leaving: bool = False) -> Candidate:
+def member(
+    slot: int, host: str = "", zone: str = "", script_rank: int | None = None, leaving: bool = False
+) -> Candidate:
     """``m<slot>``, on a host of its own unless said otherwise."""
-    return Candidate(f"m{slot}", slot, host or f"host{slot}", zone, slot if home is None else home, leaving)
+    return Candidate(
+        f"m{slot}", slot, host or f"host{slot}", zone, slot if script_rank is None else script_rank, leaving
+    )
 
 
 def started(layout: Layout, members: Sequence[Candidate], redundant: bool = True) -> Plan:
@@ -74,8 +78,10 @@ class Job:
         slot = next(self.slots)
         self.members.append(member(slot, f"host{host % self.hosts}", f"zone{host % 3}", slot % self.layout.size))
         names = (*self.plan.members, self.members[-1].id)
-        homes = (*self.plan.homes, self.members[-1].home)
-        self.plan = replace(self.plan, epoch=self.plan.epoch + 1, members=names, homes=homes, lost=(), immediate=False)
+        script_ranks = (*self.plan.script_ranks, self.members[-1].script_rank)
+        self.plan = replace(
+            self.plan, epoch=self.plan.epoch + 1, members=names, script_ranks=script_ranks, lost=(), when="boundary"
+        )
 
     def lose(self, lost: set[str]) -> bool:
         """Take over; False: a fatal loss."""
@@ -85,25 +91,25 @@ class Job:
         for rank, members in self.valid.items():
             members -= lost
             owner = self.plan.owners[rank]
-            if rank not in self.plan.unheld and owner not in members:
+            if rank not in self.plan.lost_roles and owner not in members:
                 # Cloned by the owner of the same stage of another pipeline.
                 first = rank - rank % self.layout.pipelines
                 twins = [twin for twin in range(first, first + self.layout.pipelines) if twin != rank]
                 assert any(owner == self.plan.owners[twin] and owner in self.valid[twin] - lost for twin in twins)
                 members.add(owner)
                 self.clones += 1
-        assert self.plan.unheld or all(m is None or m in self.valid[r] for r, m in enumerate(self.plan.shadows))
-        return not self.plan.unheld
+        assert self.plan.lost_roles or all(m is None or m in self.valid[r] for r, m in enumerate(self.plan.shadows))
+        return not self.plan.lost_roles
 
     def begin(self, target: Plan) -> None:
         """The first half of a reconfiguration: copies are made."""
         copies = self.moves(target)
-        learners = learners_for(self.plan, target)
-        assert {(move.rank, move.destination) for move in copies} <= set(learners)
+        builders = builders_for(self.plan, target)
+        assert {(move.rank, move.destination) for move in copies} <= set(builders)
         epoch = self.plan.epoch + 1
-        self.plan = replace(self.plan, epoch=epoch, learners=learners, lost=(), immediate=False)
-        # Whoever is no learner any more stops following.
-        self.ready = {m: {r for r in ranks if (r, m) in learners} for m, ranks in self.ready.items()}
+        self.plan = replace(self.plan, epoch=epoch, builders=builders, lost=(), when="boundary")
+        # Whoever is no builder any more stops following.
+        self.ready = {m: {r for r in ranks if (r, m) in builders} for m, ranks in self.ready.items()}
         self.valid = {rank: set(members) for rank, members in holders_of(self.plan, self.ready).items()}
 
     def moves(self, target: Plan) -> list[Move]:
@@ -113,10 +119,10 @@ class Job:
             assert move.bytes == self.costs.size(self.layout.role(move.rank).stage)
         return list(found)
 
-    def copy(self, learners: Sequence[tuple[int, str]]) -> None:
-        for rank, learner in learners:
-            self.valid[rank].add(learner)
-            self.ready.setdefault(learner, set()).add(rank)
+    def copy(self, builders: Sequence[tuple[int, str]]) -> None:
+        for rank, builder in builders:
+            self.valid[rank].add(builder)
+            self.ready.setdefault(builder, set()).add(rank)
 
     def finish(self, target: Plan) -> None:
         """The second half: an exchange of names."""
@@ -134,9 +140,9 @@ def check_rules(previous: Plan, new: Plan, members: Sequence[Candidate], costs: 
     usable = sorted((m for m in members if not m.leaving), key=lambda m: m.slot) or list(members)
     by_id = {m.id: m for m in usable}
     assert (new.epoch, new.layout, new.schema) == (previous.epoch + 1, previous.layout, previous.schema)
-    assert (new.learners, new.lost, new.immediate) == ((), (), False)
+    assert (new.builders, new.lost, new.when) == ((), (), "boundary")
     assert new.members == tuple(m.id for m in usable)
-    assert new.homes == tuple(m.home for m in usable)
+    assert new.script_ranks == tuple(m.script_rank for m in usable)
     hosts = {m.host for m in usable}
     for rank, owner in enumerate(new.owners):
         shadow = new.shadows[rank]
@@ -216,29 +222,29 @@ def live(job: Job, rng: Random, events: int) -> Counter[str]:
         assert not moves(target, again, holders_of(target))
         happened["moved owners"] += target.owners != job.plan.owners
         job.begin(target)
-        learners = [pair for pair in job.plan.learners if pair[0] not in job.ready.get(pair[1], ())]
+        builders = [pair for pair in job.plan.builders if pair[0] not in job.ready.get(pair[1], ())]
         lost = some(1) if rng.random() < 0.3 else set()
-        some_copies = rng.sample(learners, rng.randint(0, len(learners)))
+        some_copies = rng.sample(builders, rng.randint(0, len(builders)))
         job.copy(some_copies)
         # Copies under way change nothing. With unequal costs they may, but not for ever.
         calm = costs == EQUAL and not (policy.near_shadows or policy.zones_apart)
         assert not calm or bare(job.target(shuffled)) == bare(target)
         if lost:
-            happened["losses while copying"] += bool(learners)
+            happened["losses while copying"] += bool(builders)
             if not lose(lost):
                 break
             continue
-        job.copy([pair for pair in learners if pair not in some_copies])
+        job.copy([pair for pair in builders if pair not in some_copies])
         newest = job.target(shuffled)
         assert not calm or bare(newest) == bare(target)
         for _ in range(2):
             if job.moves(newest):
                 job.begin(newest)
-                job.copy([pair for pair in job.plan.learners if pair[0] not in job.ready.get(pair[1], ())])
+                job.copy([pair for pair in job.plan.builders if pair[0] not in job.ready.get(pair[1], ())])
                 newest = job.target(job.members)
         assert not job.moves(newest)
         job.finish(newest)
-        happened["copies"] += bool(learners)
+        happened["copies"] += bool(builders)
     return happened
 
 
@@ -316,12 +322,12 @@ def test_shrinking_to_one_and_growing_back(layout: Layout) -> None:
     while len(members) > 1:
         lost = members.pop()
         plan = takeover(plan, [lost.id])
-        assert not plan.unheld
+        assert not plan.lost_roles
         plan = next_plan(plan, members)
         assert predicted_s(plan, EQUAL) == -(-layout.size // len(members))
     assert set(plan.owners) == {"m0"} and set(plan.shadows) == {None}
     for slot in range(100, 100 + layout.size - 1):
-        members.append(member(slot, home=slot % layout.size))
+        members.append(member(slot, script_rank=slot % layout.size))
         plan = next_plan(plan, members)
         assert predicted_s(plan, EQUAL) == -(-layout.size // len(members))
     assert sorted(plan.owners) == sorted(m.id for m in members)
@@ -333,7 +339,7 @@ def test_shrinking_to_one_and_growing_back(layout: Layout) -> None:
 
 def test_neighbours_are_hosted_together() -> None:
     one = replace(started(Layout(1, 8), [member(s) for s in range(8)]), owners=("m0",) * 8, shadows=(None,) * 8)
-    plan = next_plan(one, [member(0), member(10, home=0), member(11, home=0), member(12, home=0)])
+    plan = next_plan(one, [member(0), member(10, script_rank=0), member(11, script_rank=0), member(12, script_rank=0)])
     assert sorted(len(plan.owned_by(m)) for m in plan.members) == [2] * 4
     for m in plan.members:
         first, second = plan.owned_by(m)
@@ -346,12 +352,12 @@ def test_a_member_that_leaves_hands_over_to_a_standby() -> None:
     plan = next_plan(before, members)
     # The standby has the role copied, which the leaver shadowed goes to its predecessor's owner.
     assert drawn(plan) == "0/3 4/0 2/4 3/2"
-    assert plan.members == ("m0", "m2", "m3", "m4") and plan.homes == (0, 2, 3, 4)
+    assert plan.members == ("m0", "m2", "m3", "m4") and plan.script_ranks == (0, 2, 3, 4)
     # Both holders are sources, the leaver included.
     assert {m.source for m in moves(before, plan, holders_of(before))} <= {"m0", "m1", "m2"}
     # If everybody leaves, everybody stays.
     everybody = [replace(m, leaving=True) for m in members[:4]]
-    assert bare(next_plan(before, everybody)) == replace(bare(before), immediate=False)
+    assert bare(next_plan(before, everybody)) == replace(bare(before), when="boundary")
 
 
 def test_a_host_takes_no_role_with_it() -> None:
@@ -363,7 +369,7 @@ def test_a_host_takes_no_role_with_it() -> None:
     assert plan.owners == careless.owners
     assert len(moves(careless, plan, holders_of(careless))) == 6
     for lost in ({"m0", "m1", "m2", "m3"}, {"m4", "m5", "m6", "m7"}):
-        assert not takeover(plan, lost).unheld
+        assert not takeover(plan, lost).lost_roles
     # Replicas are spread.
     assert {len(plan.shadowed_by(m)) for m in plan.members} == {1}
     # On one host another member has to do.
@@ -372,13 +378,18 @@ def test_a_host_takes_no_role_with_it() -> None:
 
 
 def test_standbys_hold_replicas_if_they_may() -> None:
-    members = [member(0, "a"), member(1, "a"), member(2, "b"), member(3, "b"), member(4, "b", home=0)]
+    members = [member(0, "a"), member(1, "a"), member(2, "b"), member(3, "b"), member(4, "b", script_rank=0)]
     before = started(Layout(1, 4), members[:4], redundant=False)
     assert "m4" not in next_plan(before, members).shadows
     # As much as an owner with a replica holds.
     willing = Policy(standby_replicas=True)
     assert next_plan(before, members, policy=willing).shadows == ("m4", "m4", "m1", "m0")
-    assert next_plan(before, [*members, member(5, "a", home=0)], policy=willing).shadows == ("m4", "m4", "m5", "m5")
+    assert next_plan(before, [*members, member(5, "a", script_rank=0)], policy=willing).shadows == (
+        "m4",
+        "m4",
+        "m5",
+        "m5",
+    )
     # Where the other host has nothing but a standby there is no choice.
     lonely = [replace(m, host="b" if m.id == "m4" else "a") for m in members]
     assert set(next_plan(before, lonely).shadows) == {"m4"}
@@ -406,18 +417,18 @@ def test_zones_are_spread() -> None:
     """Four roles without owner and eight members in two zones: neighbours are in different ones."""
     layout = Layout(1, 4)
     before = started(layout, [member(slot) for slot in range(4)])
-    members = [member(slot, zone="east" if slot < 14 else "west", home=0) for slot in range(10, 18)]
+    members = [member(slot, zone="east" if slot < 14 else "west", script_rank=0) for slot in range(10, 18)]
     plan = next_plan(before, members, holders={})
     zone = {m.id: m.zone for m in members}
     zones = [zone[owner] for owner in plan.owners]
     assert all(a != b for a, b in itertools.pairwise(zones))
-    assert plan.unheld == (0, 1, 2, 3) and not moves(before, plan, {})
+    assert plan.lost_roles == (0, 1, 2, 3) and not moves(before, plan, {})
 
 
 def test_a_joiner_at_home() -> None:
     """Of two equal joiners the one whose script has the role's data takes the role."""
     plan = takeover(started(Layout(1, 4), [member(slot) for slot in range(4)]), ["m3"])
-    members = [member(0), member(1), member(2), member(8, home=0), member(9, home=3)]
+    members = [member(0), member(1), member(2), member(8, script_rank=0), member(9, script_rank=3)]
     assert next_plan(plan, members).owners == ("m0", "m1", "m2", "m9")
 
 
@@ -442,11 +453,11 @@ def test_refusals() -> None:
 
 def test_holders() -> None:
     plan = started(Layout(1, 3), [member(slot) for slot in range(3)])
-    plan = replace(plan, learners=((0, "m1"), (2, "m0")), members=(*plan.members,))
+    plan = replace(plan, builders=((0, "m1"), (2, "m0")), members=(*plan.members,))
     assert holders_of(plan) == {0: {"m0", "m2"}, 1: {"m1", "m0"}, 2: {"m2", "m1"}}
     ready = {"m1": [0], "m0": [1], "m9": [2]}
     assert holders_of(plan, ready)[0] == {"m0", "m1", "m2"}
-    assert holders_of(plan, ready)[2] == {"m2", "m1"}, "m0 is a learner, but not ready"
+    assert holders_of(plan, ready)[2] == {"m2", "m1"}, "m0 is a builder, but not ready"
     lost = takeover(replace(plan, shadows=(None, None, None)), ["m1"])
     assert holders_of(lost, ready) == {0: {"m0"}, 1: frozenset(), 2: {"m2"}}
 
@@ -533,7 +544,7 @@ def test_1024_members_are_planned_by_the_same_rules(lost: int) -> None:
     gone = {f"m{slot * 7 % layout.size}" for slot in range(lost)}
     assert len(gone) == lost
     hurt = takeover(plan, gone)
-    assert not hurt.unheld
+    assert not hurt.lost_roles
     rest = [m for m in members if m.id not in gone]
     target = next_plan(hurt, rest)
     check_rules(hurt, target, rest, EQUAL, Policy())

@@ -22,9 +22,9 @@ def names(layout: Layout) -> list[str]:
 
 def test_initial_plan() -> None:
     plan = initial_plan(["c", "a", "b"])
-    assert plan == Plan(epoch=1, owners=("c", "a", "b"), members=("c", "a", "b"), homes=(0, 1, 2))
-    assert [plan.home(member) for member in "cab"] == [0, 1, 2]
-    assert plan.layout is None and plan.shadows == () and plan.unheld == ()
+    assert plan == Plan(epoch=1, owners=("c", "a", "b"), members=("c", "a", "b"), script_ranks=(0, 1, 2))
+    assert [plan.script_rank(member) for member in "cab"] == [0, 1, 2]
+    assert plan.layout is None and plan.shadows == () and plan.lost_roles == ()
 
 
 @pytest.mark.parametrize("members", [[], ["a", "b", "a"]])
@@ -42,11 +42,11 @@ def test_with_redundancy_refuses_other_sizes() -> None:
 def test_shadows(layout: Layout, slots: int, redundant: bool) -> None:
     """On other hosts than the owners; the owners of the stages before where these are."""
     first = initial_plan(names(layout))
-    members = [Candidate(m, slot, f"host{slot // slots}", home=slot) for slot, m in enumerate(first.members)]
+    members = [Candidate(m, slot, f"host{slot // slots}", script_rank=slot) for slot, m in enumerate(first.members)]
     hosts = {member.id: member.host for member in members}
     plan = with_redundancy(first, layout, redundant, members)
     assert (plan.epoch, plan.layout, plan.owners) == (2, layout, first.owners)
-    assert plan.homes == first.homes and plan.immediate
+    assert plan.script_ranks == first.script_ranks and plan.interrupts()
     for role in layout.roles:
         owner, shadow = plan.owner(role), plan.shadow(role)
         if layout.size == 1 or not redundant:
@@ -68,30 +68,30 @@ def test_takeover_invariants(layout: Layout, redundant: bool, data: st.DataObjec
     ranks = range(layout.size)
     for _ in range(data.draw(st.integers(1, 4), "losses")):
         pairs = st.tuples(st.sampled_from(ranks), st.sampled_from(names(layout)))
-        learners = [
+        builders = [
             (rank, m)
-            for rank, m in sorted(data.draw(st.sets(pairs, max_size=4), "learners"))
+            for rank, m in sorted(data.draw(st.sets(pairs, max_size=4), "builders"))
             if m in plan.members and m not in (plan.owners[rank], plan.shadows[rank])
         ]
-        ready = data.draw(st.sets(st.sampled_from(learners)), "ready") if learners else set()
-        before = replace(plan, learners=tuple(learners), immediate=False)
+        ready = data.draw(st.sets(st.sampled_from(builders)), "ready") if builders else set()
+        before = replace(plan, builders=tuple(builders), when="boundary")
         holders = {rank: {m for r, m in ready if r == rank} for rank in ranks}
         lost = data.draw(st.sets(st.sampled_from(names(layout)), max_size=3), "lost")
         plan = takeover(before, lost, holders)
         alive = set(before.members) - lost
         assert plan == takeover(before, sorted(lost), holders)
-        assert plan.epoch == before.epoch + 1 and plan.layout == layout and plan.immediate
+        assert plan.epoch == before.epoch + 1 and plan.layout == layout and plan.interrupts()
         assert plan.members == tuple(m for m in before.members if m in alive)
-        assert plan.homes == tuple(before.home(m) for m in plan.members)
+        assert plan.script_ranks == tuple(before.script_rank(m) for m in plan.members)
         assert plan.lost == tuple(m for m in before.members if m in lost)
-        assert set(plan.learners) == {(r, m) for r, m in learners if m in alive and m != plan.owners[r]}
+        assert set(plan.builders) == {(r, m) for r, m in builders if m in alive and m != plan.owners[r]}
         for rank in ranks:
             held = [m for m in (before.owners[rank], before.shadows[rank]) if m in alive]
             learnt = holders[rank] & alive
             new = (plan.owners[rank], plan.shadows[rank])
             stage = [twin for twin in ranks if twin // layout.pipelines == rank // layout.pipelines]
             copies = {m for twin in stage for m in (before.owners[twin], before.shadows[twin], *holders[twin])} & alive
-            assert (rank in plan.unheld) == (not copies)
+            assert (rank in plan.lost_roles) == (not copies)
             if held:
                 # The first living holder owns; what is left of the holders shadows; nothing else moves.
                 assert new == (held[0], held[1] if len(held) > 1 else None)
@@ -109,21 +109,21 @@ def test_takeover_invariants(layout: Layout, redundant: bool, data: st.DataObjec
 def test_succession() -> None:
     """Two pipelines of two stages (ranks 0 1 | 2 3); nobody shadows but where said."""
     plan = with_redundancy(initial_plan("abcd"), Layout(2, 2), False)
-    plan = replace(plan, members=(*"abcdefg",), homes=(0, 1, 2, 3, 0, 0, 0), shadows=("e", None, None, None))
-    learning = replace(plan, learners=((0, "f"), (1, "f"), (1, "g"), (2, "g")))
+    plan = replace(plan, members=(*"abcdefg",), script_ranks=(0, 1, 2, 3, 0, 0, 0), shadows=("e", None, None, None))
+    learning = replace(plan, builders=((0, "f"), (1, "f"), (1, "g"), (2, "g")))
     ready = {0: {"f"}, 1: {"f", "g"}}
-    # The shadow before a learner that is ready.
+    # The shadow before a builder that is ready.
     assert takeover(learning, "a", ready).owners[0] == "e"
-    # A learner that is ready before the other pipeline; of two, the one that owns less.
+    # A builder that is ready before the other pipeline; of two, the one that owns less.
     new = takeover(learning, "aeb", ready)
-    assert new.owners == ("f", "g", "c", "d") and new.learners == ((1, "f"), (2, "g"))
-    # A learner that is not ready does not count: the owner of the same stage in the other pipeline clones.
+    assert new.owners == ("f", "g", "c", "d") and new.builders == ((1, "f"), (2, "g"))
+    # A builder that is not ready does not count: the owner of the same stage in the other pipeline clones.
     new = takeover(learning, "c", ready)
-    assert (new.owners, new.unheld, new.learners) == (("a", "b", "d", "d"), (), learning.learners)
+    assert (new.owners, new.lost_roles, new.builders) == (("a", "b", "d", "d"), (), learning.builders)
     # Its owner may just have been its shadow.
     assert takeover(plan, "ab").owners == ("e", "e", "c", "d")
     # Stage 1 is lost in both pipelines.
-    assert takeover(plan, "cd").unheld == (2, 3)
+    assert takeover(plan, "cd").lost_roles == (2, 3)
 
 
 def test_the_least_loaded_pipeline_clones() -> None:
@@ -135,4 +135,4 @@ def test_the_least_loaded_pipeline_clones() -> None:
 
 def test_loss_before_the_layout_is_known() -> None:
     plan = takeover(initial_plan("abc"), ["a", "c"])
-    assert (plan.unheld, plan.shadows) == ((0, 2), ())
+    assert (plan.lost_roles, plan.shadows) == ((0, 2), ())

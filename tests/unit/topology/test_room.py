@@ -18,10 +18,10 @@ from bamboo_ds.topology import (
     Policy,
     Room,
     StageMemory,
+    builders_for,
     explain,
     holders_of,
     initial_plan,
-    learners_for,
     moves,
     takeover,
     while_copying,
@@ -31,22 +31,22 @@ from bamboo_ds.topology.costs import Costs
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.question import Holders
-from tests.support.planning import Learners, at_rest, drawn, learning
+from tests.support.planning import Builders, at_rest, drawn, learning
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
 
 def held(plan: Plan, member: Candidate) -> int:
     """Bytes that ``member`` holds, added up role by role."""
-    total, home = 0, member.home if member.home < plan.world.size else None
+    total, script_rank = 0, member.script_rank if member.script_rank < plan.world.size else None
     for rank, role in enumerate(plan.world.roles):
-        stage, learns = plan.memory[role.stage], (rank, member.id) in plan.learners
+        stage, learns = plan.memory[role.stage], (rank, member.id) in plan.builders
         after = stage.passes + stage.clones
         if plan.shadows and plan.shadows[rank] == member.id:
             total += stage.replica + after
         elif plan.owners[rank] == member.id or (learns and not stage.parked):
             total += stage.own + after
-        elif rank == home:
+        elif rank == script_rank:
             total += stage.own
     return total
 
@@ -75,7 +75,7 @@ def exceeding(plan: Plan, members: list[Candidate]) -> set[str]:
 def owners_fit(plan: Plan, members: list[Candidate]) -> bool:
     """Whether the roles can be owned at all within what ``members`` may hold, by trying everything."""
     usable = [m for m in members if not m.leaving] or members
-    bare = replace(plan, shadows=(None,) * plan.world.size, members=tuple(m.id for m in usable), learners=())
+    bare = replace(plan, shadows=(None,) * plan.world.size, members=tuple(m.id for m in usable), builders=())
     ways = itertools.product([m.id for m in usable], repeat=plan.world.size)
     return any(not exceeding(replace(bare, owners=way), usable) for way in ways)
 
@@ -116,8 +116,8 @@ class History:
     def member(self) -> Candidate:
         slot, random = next(self.slots), self.random
         memory = None if self.typical is None or random.random() < 0.1 else self.typical + random.choice([0, 0, 10, -8])
-        host, home = slot % self.hosts, slot % self.layout.size
-        return Candidate(f"m{slot}", slot, f"h{host}", f"zone{host % 3}", home, memory=memory)
+        host, script_rank = slot % self.hosts, slot % self.layout.size
+        return Candidate(f"m{slot}", slot, f"h{host}", f"zone{host % 3}", script_rank, memory=memory)
 
     def disturb(self) -> bool:
         """Somebody is lost, joins, or is to leave; False: a fatal loss."""
@@ -127,7 +127,7 @@ class History:
             before = self.plan
             self.plan = takeover(before, {lost.id}, members=self.members)
             self.members.remove(lost)
-            if self.plan.unheld:
+            if self.plan.lost_roles:
                 return False
             assert self.plan.crowded == tuple(m for m in self.plan.members if m in exceeding(self.plan, self.members))
             assert self.plan.parked == waiting(self.plan, self.members)
@@ -151,10 +151,10 @@ class History:
         self.check_at_rest()
         assert targets <= 4
 
-    def copying(self, plan: Plan, members: list[Candidate], target: Plan, learners: Learners) -> Plan:
-        shadows = tuple(while_copying(plan, target, learners, Room(plan, members)))
+    def copying(self, plan: Plan, members: list[Candidate], target: Plan, builders: Builders) -> Plan:
+        shadows = tuple(while_copying(plan, target, builders, Room(plan, members)))
         self.happened["given up for copies"] += shadows != plan.shadows
-        after = learning(plan, members, learners, shadows=shadows, lent=())
+        after = learning(plan, members, builders, shadows=shadows, lent=())
         exchanged = exceeding(after, members) - exceeding(plan, members) - set(target.crowded)
         self.happened["exchanges that exceed"] += bool(exchanged)
         assert not exchanged or len(set(self.memory)) > 1
@@ -226,7 +226,7 @@ def test_every_kind_of_event_happens() -> None:
 def test_as_few_replicas_as_possible_are_given_up(stages: int, hosts: int, room: list[int], spare: int) -> None:
     """Of stages of one size, compared with all ways to place them."""
     members = [
-        Candidate(f"m{slot}", slot, f"h{slot % hosts}", home=slot, memory=10 * units + 3 * spare)
+        Candidate(f"m{slot}", slot, f"h{slot % hosts}", script_rank=slot, memory=10 * units + 3 * spare)
         for slot, units in enumerate(room[:stages])
     ]
     plan = job(Layout(1, stages), members, (StageMemory(10, 10, 10),) * stages)
@@ -253,7 +253,9 @@ def test_a_shadow_has_what_an_owner_needs() -> None:
 
 
 def four(memory: int, count: int = 4) -> list[Candidate]:
-    return [Candidate(f"m{slot}", slot, f"h{slot}", home=slot % 4, memory=memory * 2**20) for slot in range(count)]
+    return [
+        Candidate(f"m{slot}", slot, f"h{slot}", script_rank=slot % 4, memory=memory * 2**20) for slot in range(count)
+    ]
 
 
 def test_a_loss_with_little_room() -> None:
@@ -277,8 +279,8 @@ def test_a_loss_with_little_room() -> None:
     # What passes keep counts on owners and on shadows.
     dear = replace(hurt, memory=tuple(replace(stage, passes=2**20) for stage in stages))
     assert best_plan(dear, roomy).unshadowed == (2, 3)
-    # A joiner has its home's stage in any case.
-    grown = best_plan(healed, [*left, replace(four(25, 7)[6], home=2)])
+    # A joiner has the stage of its script's rank in any case.
+    grown = best_plan(healed, [*left, replace(four(25, 7)[6], script_rank=2)])
     assert drawn(grown) == "0/3 1/0 6/1 3/6" and not grown.unshadowed
 
 
@@ -300,7 +302,7 @@ def test_replicas_wait_where_what_they_keep_ahead_of_a_loss_has_no_room() -> Non
     again = best_plan(healed, left)
     assert again.parked == healed.parked and drawn(again) == drawn(healed)
     # A joiner brings room.
-    grown = best_plan(healed, [*left, Candidate("m6", 6, "h6", home=2, memory=50)])
+    grown = best_plan(healed, [*left, Candidate("m6", 6, "h6", script_rank=2, memory=50)])
     assert drawn(grown) == "0/3 1/0 6/1 3/1" and grown.parked == ("m1",), "who holds it remains"
     # What is not known of all is not decided; lazy replicas wait in any case, and those that cannot wait never do.
     for redundant, parked, expected in ((None, True, 4), (None, False, 0), (100, False, 0), (0, True, 0)):
@@ -313,8 +315,8 @@ def test_replicas_wait_where_what_they_keep_ahead_of_a_loss_has_no_room() -> Non
     assert job(Layout(1, 4), unlimited, (known,) * 4).parked == ()
     # Each slice by itself.
     sliced = Layout(2, 2, slices=2)
-    assert job(sliced, [replace(m, home=m.slot) for m in four_with(39)], (known,) * 2).parked == ()
-    assert len(job(sliced, [replace(m, home=m.slot) for m in four_with(38)], (known,) * 2).parked) == 4
+    assert job(sliced, [replace(m, script_rank=m.slot) for m in four_with(39)], (known,) * 2).parked == ()
+    assert len(job(sliced, [replace(m, script_rank=m.slot) for m in four_with(38)], (known,) * 2).parked) == 4
 
 
 def four_with(memory: int) -> list[Candidate]:
@@ -337,7 +339,7 @@ def test_owners_that_hold_too_much_pass_roles_on() -> None:
     """The loss of a stage whose shadow is lost, too, makes the owner of the other pipeline hold both."""
     stages = (StageMemory(10, 10, 8),) * 2
     members = [
-        Candidate(f"m{slot}", slot, f"h{slot}", home=slot, memory=memory)
+        Candidate(f"m{slot}", slot, f"h{slot}", script_rank=slot, memory=memory)
         for slot, memory in enumerate((29, 20, 15, 20))
     ]
     plan = job(Layout(2, 2), members, stages)
@@ -361,15 +363,15 @@ def test_replicas_that_go_make_room_for_copies() -> None:
     members = [replace(member, memory=25) for member in four(0)]
     plan = job(Layout(1, 4), members, stages)
     target = replace(plan, shadows=("m2", "m0", "m1", "m2"))
-    learners = tuple(learners_for(plan, target))
-    assert learners == ((0, "m2"),)
-    assert while_copying(plan, target, learners, Room(plan, members)) == list(plan.shadows), (
+    builders = tuple(builders_for(plan, target))
+    assert builders == ((0, "m2"),)
+    assert while_copying(plan, target, builders, Room(plan, members)) == list(plan.shadows), (
         "there is nothing to give up"
     )
     target = replace(plan, shadows=("m2", "m0", "m1", None))
-    assert while_copying(plan, target, learners, Room(plan, members)) == ["m3", "m0", "m1", None]
+    assert while_copying(plan, target, builders, Room(plan, members)) == ["m3", "m0", "m1", None]
     roomy = [replace(member, memory=30) for member in members]
-    assert while_copying(plan, target, learners, Room(plan, roomy)) == list(plan.shadows)
+    assert while_copying(plan, target, builders, Room(plan, roomy)) == list(plan.shadows)
     assert Room(plan, [replace(member, memory=None) for member in members]).limits == {}
     assert Room(replace(plan, memory=()), members).limits == {}
 
@@ -380,7 +382,7 @@ def test_fewest_bytes_are_moved() -> None:
     stages = tuple(StageMemory(size, size, size - 2) for size in (10, 20, 40, 80))
     plan = job(Layout(1, 4), members, stages)
     pairs = {"owners": ("m0", "m0", "m1", "m1"), "shadows": ("m1", "m1", "m0", "m0")}
-    plan = replace(plan, members=("m0", "m1"), homes=(0, 1), **pairs)
+    plan = replace(plan, members=("m0", "m1"), script_ranks=(0, 1), **pairs)
     for known, expected in ((stages, {0, 2}), ((), {1, 3})):
         before = replace(plan, memory=known)
         target = best_plan(before, members)

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bamboo_ds.control.registry.vacancies import choose_home
+from bamboo_ds.control.registry.vacancies import choose_script_rank
 from bamboo_ds.engine.context.lanes import Lanes, assists
 from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.errors import ProtocolError, UnsupportedError
@@ -27,9 +27,9 @@ from bamboo_ds.topology import (
     Plan,
     Policy,
     Role,
+    builders_for,
     holders_of,
     initial_plan,
-    learners_for,
     takeover,
     with_redundancy,
 )
@@ -37,7 +37,7 @@ from bamboo_ds.topology.planner import plan as next_plan
 from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
 from tests.support.compare import differences
-from tests.support.planning import plan_of
+from tests.support.planning import plan_of, undivided
 from tests.support.programs import play
 
 pytestmark = pytest.mark.claim("guides/tensor-slices.md")
@@ -53,7 +53,7 @@ layouts = st.builds(
 def candidates(layout: Layout, hosts: int = 0) -> list[Candidate]:
     """One member per rank; with ``hosts`` the slices of a stage are beside each other on them."""
     host = [rank // layout.slices % hosts if hosts else rank for rank in range(layout.size)]
-    return [Candidate(f"m{rank}", rank, f"h{host[rank]}", home=rank) for rank in range(layout.size)]
+    return [Candidate(f"m{rank}", rank, f"h{host[rank]}", script_rank=rank) for rank in range(layout.size)]
 
 
 def sliced(layout: Layout, hosts: int = 0) -> Plan:
@@ -61,14 +61,16 @@ def sliced(layout: Layout, hosts: int = 0) -> Plan:
 
 
 def slices_of(plan: Plan) -> dict[str, set[int]]:
-    """What each member has to do with: the slices of its roles, replicas and copies that are made, and of its home."""
+    """What each member has to do with: the slices of its roles, replicas, copies in the making, and script."""
     slices = plan.world.slices
-    found = {member: {home % slices} for member, home in zip(plan.members, plan.homes, strict=True)}
+    found = {
+        member: {script_rank % slices} for member, script_rank in zip(plan.members, plan.script_ranks, strict=True)
+    }
     for rank, (owner, shadow) in enumerate(zip(plan.owners, plan.shadows, strict=True)):
         for member in (owner, shadow):
-            if member is not None and rank not in plan.unheld:
+            if member is not None and rank not in plan.lost_roles:
                 found[member].add(rank % slices)
-    for rank, member in plan.learners:
+    for rank, member in plan.builders:
         found[member].add(rank % slices)
     return found
 
@@ -122,7 +124,7 @@ def test_shadows_are_of_the_same_slice(layout: Layout, hosts: int) -> None:
 
 @given(layouts)
 def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
-    plan = replace(sliced(layout), learners=((0, f"m{layout.slices}"),), unheld=(1,))
+    plan = replace(sliced(layout), builders=((0, f"m{layout.slices}"),), lost_roles=(1,))
     parts = [only(plan, number) for number in range(layout.slices)]
     assert all(part.world == Layout(layout.copies, layout.stages) for part in parts)
     assert merged(plan, parts) == plan
@@ -130,7 +132,7 @@ def test_a_slice_is_a_plan_and_back(layout: Layout) -> None:
 
 def assert_lasts(target: Plan, learning: Plan, members: list[Candidate], policy: Policy) -> None:
     """When the copies of ``learning`` are made, ``target`` is still the target."""
-    ready = {m: [rank for rank, each in learning.learners if each == m] for m in learning.members}
+    ready = {m: [rank for rank, each in learning.builders if each == m] for m in learning.members}
     again = next_plan(learning, members, policy=policy, holders=holders_of(learning, ready))
     assert (again.owners, again.shadows, again.members) == (target.owners, target.shadows, target.members)
 
@@ -143,13 +145,17 @@ def test_a_target_lasts_that_is_not_found_at_once() -> None:
     for event in ("m21", "m12", "join", "join"):
         if event == "join":
             slot = len(plan.members) + 2
-            members.append(Candidate(f"m{slot}", slot, f"h{slot}", home=choose_home(plan, plan.homes)))
-            plan = replace(plan, members=(*plan.members, f"m{slot}"), homes=(*plan.homes, members[-1].home))
+            members.append(
+                Candidate(f"m{slot}", slot, f"h{slot}", script_rank=choose_script_rank(plan, plan.script_ranks))
+            )
+            plan = replace(
+                plan, members=(*plan.members, f"m{slot}"), script_ranks=(*plan.script_ranks, members[-1].script_rank)
+            )
         else:
             plan = takeover(plan, {event})
             members = [m for m in members if m.id != event]
         target = next_plan(plan, members, policy=policy)
-        assert_lasts(target, replace(plan, learners=learners_for(plan, target)), members, policy)
+        assert_lasts(target, replace(plan, builders=builders_for(plan, target)), members, policy)
         plan = target
 
 
@@ -167,22 +173,26 @@ def test_members_keep_to_their_slice(layout: Layout, data: st.DataObject) -> Non
             members = [m for m in members if m.id in plan.members]
         elif event == "join":
             slot = next(slots)
-            members.append(Candidate(f"m{slot}", slot, f"h{slot}", home=choose_home(plan, plan.homes)))
-            plan = replace(plan, members=(*plan.members, f"m{slot}"), homes=(*plan.homes, members[-1].home))
+            members.append(
+                Candidate(f"m{slot}", slot, f"h{slot}", script_rank=choose_script_rank(plan, plan.script_ranks))
+            )
+            plan = replace(
+                plan, members=(*plan.members, f"m{slot}"), script_ranks=(*plan.script_ranks, members[-1].script_rank)
+            )
         else:
             leaver = data.draw(st.sampled_from(members))
             members = [replace(m, leaving=m.leaving or m == leaver) for m in members]
         assert all(len(found) == 1 for found in slices_of(plan).values())
-        if plan.unheld:
+        if plan.lost_roles:
             return
         target = next_plan(plan, members, policy=policy)
         assert all(len(found) == 1 for found in slices_of(target).values())
         for number in range(layout.slices):
-            mine = [m for m in members if m.home % layout.slices == number]
+            mine = [m for m in members if m.script_rank % layout.slices == number]
             staying = {m.id for m in mine if not m.leaving} or {m.id for m in mine}
             assert {owner for owner in target.owners[number :: layout.slices]} <= staying
         assert all(m in target.members for m in (*target.owners, *filter(None, target.shadows)))
-        learning = replace(plan, learners=learners_for(plan, target))
+        learning = replace(plan, builders=builders_for(plan, target))
         assert all(len(found) == 1 for found in slices_of(learning).values())
         assert_lasts(target, learning, members, policy)
         plan, members = target, [m for m in members if m.id in target.members]
@@ -193,9 +203,9 @@ def test_nobody_left_for_a_slice() -> None:
     plan = sliced(layout)
     assert takeover(plan, {"m1"}).owners == ("m0", "m3", "m2", "m3")
     assert takeover(plan, {"m0", "m3"}).owners == ("m2", "m1", "m2", "m1")
-    assert takeover(plan, {"m1", "m3"}).unheld == (1, 3)
-    left = next_plan(plan, [m for m in candidates(layout) if m.home % 2 == 0])
-    assert (left.owners, left.shadows, left.unheld) == (plan.owners, ("m2", None, "m0", None), (1, 3))
+    assert takeover(plan, {"m1", "m3"}).lost_roles == (1, 3)
+    left = next_plan(plan, [m for m in candidates(layout) if m.script_rank % 2 == 0])
+    assert (left.owners, left.shadows, left.lost_roles) == (plan.owners, ("m2", None, "m0", None), (1, 3))
     assert left.members == ("m0", "m2") and left.epoch == plan.epoch + 1
 
 
@@ -203,9 +213,9 @@ def test_another_copy_stands_in_with_the_same_slice() -> None:
     layout = Layout(4, 2, slices=2)
     plan = sliced(layout)
     after = takeover(plan, {"m0", "m4"})  # slice 0 of copy 0, both stages
-    assert (after.owners[0], after.owners[4], after.unheld) == ("m2", "m6", ())
+    assert (after.owners[0], after.owners[4], after.lost_roles) == ("m2", "m6", ())
     sharded = replace(plan, layout=replace(layout, sharded=True))
-    assert takeover(sharded, {"m0", "m4"}).unheld == (0, 4)
+    assert takeover(sharded, {"m0", "m4"}).lost_roles == (0, 4)
 
 
 def test_newcomers_run_as_the_slice_that_needs_them() -> None:
@@ -213,9 +223,9 @@ def test_newcomers_run_as_the_slice_that_needs_them() -> None:
     plan = sliced(layout)
     for lost in plan.members:
         after = takeover(plan, {lost})
-        home = choose_home(after, after.homes)
-        assert home % 2 == plan.home(lost) % 2
-    assert choose_home(plan, [2, 3, 4, 5, 0]) % 2 == 1  # no source of slice 1
+        script_rank = choose_script_rank(after, after.script_ranks)
+        assert script_rank % 2 == plan.script_rank(lost) % 2
+    assert choose_script_rank(plan, [2, 3, 4, 5, 0]) % 2 == 1  # no source of slice 1
 
 
 def test_no_redundant_passes() -> None:
@@ -245,12 +255,12 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, dict[Role, RoleProgress]]:
     micro_batches = draw(st.integers(1, 6))
     for _ in range(draw(st.integers(1, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
-        plan = plan if after.unheld else after
+        plan = plan if after.lost_roles else after
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
-        kept = RoleProgress(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
-        bare = RoleProgress(reduced=draw(st.booleans()), state_only=True)
+        kept = undivided(forwards, draw(st.integers(0, forwards)), draw(st.booleans()))
+        bare = undivided(reduced=draw(st.booleans()), state_only=True)
         progress[role] = draw(st.sampled_from([kept, kept, bare]))
     return plan, micro_batches, progress
 
@@ -263,7 +273,7 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
     settled = dict(settle(layout, micro_batches, progress))
     for role, done in settled.items():
         assert done == progress[role] or done in (
-            RoleProgress(state_only=progress[role].state_only),
+            undivided(state_only=progress[role].state_only),
             replace(progress[role], reduced=False),
         )
         if done != progress[role]:
@@ -273,22 +283,22 @@ def test_slices_meet_from_any_progress(case: tuple[Plan, int, dict[Role, RolePro
 
 def test_slices_at_different_places() -> None:
     layout = Layout(2, 2, slices=2)
-    progress = dict.fromkeys(layout.roles, RoleProgress(3, 1))
-    ahead = {**progress, Role(1, 0): RoleProgress(4, 1)}
+    progress = dict.fromkeys(layout.roles, undivided(3, 1))
+    ahead = {**progress, Role(1, 0): undivided(4, 1)}
     with pytest.raises(ProtocolError, match="different places"):
         compute_order(layout, tuple((member,) for member in "abcd"), 4, ahead)
-    again = {**progress, Role(0, 0): RoleProgress(), Role(1, 0): RoleProgress()}
+    again = {**progress, Role(0, 0): undivided(), Role(1, 0): undivided()}
     assert settle(layout, 4, ahead) == again
     assert settle(layout, 4, progress) == progress
     # A role that was taken over after its gradients were reduced: its neighbour still needs something.
-    late = dict.fromkeys(layout.roles, RoleProgress(4, 4, reduced=True))
-    late[Role(0, 1)] = RoleProgress(reduced=True, state_only=True)
+    late = dict.fromkeys(layout.roles, undivided(4, 4, reduced=True))
+    late[Role(0, 1)] = undivided(reduced=True, state_only=True)
     assert settle(layout, 4, late) == late
-    late[Role(0, 0)] = RoleProgress(4, 3)
-    bare = RoleProgress(state_only=True)
+    late[Role(0, 0)] = undivided(4, 3)
+    bare = undivided(state_only=True)
     assert settle(layout, 4, late) == {
-        Role(0, 0): RoleProgress(),
-        Role(1, 0): RoleProgress(),
+        Role(0, 0): undivided(),
+        Role(1, 0): undivided(),
         Role(0, 1): bare,
-        Role(1, 1): RoleProgress(),
+        Role(1, 1): undivided(),
     }

@@ -22,17 +22,18 @@ pytestmark = pytest.mark.claim("reference/limits.md")
 
 def test_its_groups_are_those_of_the_processes_that_have_built_it() -> None:
     """Whoever owns the stages now, and whoever else runs as one of the ranks."""
-    plan = Plan(epoch=5, owners=("b", "x"), members=("a", "b", "x"), layout=Layout(1, 2), homes=(0, 1, 1))
+    plan = Plan(epoch=5, owners=("b", "x"), members=("a", "b", "x"), layout=Layout(1, 2), script_ranks=(0, 1, 1))
     group = founding(plan, (0, 1), {0: "a", 1: "b"})
     assert group.complete and group.members == ("a", "b")
     with pytest.raises(PeerLost, match=r"the processes of ranks \[1\] are gone"):
-        founding(replace(plan, members=("a", "x"), homes=(0, 1)), (0, 1), {0: "a", 1: "b"})
+        founding(replace(plan, members=("a", "x"), script_ranks=(0, 1)), (0, 1), {0: "a", 1: "b"})
 
 
 def test_a_worker_that_joins_is_told() -> None:
-    plan = SimpleNamespace(members=("a", "b"), homes=(0, 1))
+    plan = SimpleNamespace(members=("a", "b"), script_ranks=(0, 1))
     channel = SimpleNamespace(joiner=True, world_size=2, newest_plan=plan, need_every_rank=lambda: None)
-    session = SimpleNamespace(plan=plan, among_itself=False, among_founders=lambda *_: nullcontext())
+    attachment = SimpleNamespace(founders=None, among_founders=lambda *_: nullcontext())
+    session = SimpleNamespace(plan=plan, attachment=attachment)
     job = Mock(channel=channel, session=session)
     engine = type("Engine", (), {"forward": lambda self: "computed"})
     with pytest.raises(UnsupportedError, match="a worker that joins cannot compute what it has computed"):

@@ -32,7 +32,7 @@ class Speaker:
     def __init__(self, *ranks: int) -> None:
         self.ranks = ranks
         self.channel = SimpleNamespace(rank=1)
-        self.session = SimpleNamespace(script=None)
+        self.session = SimpleNamespace(attachment=SimpleNamespace(script=None, context="engine"))
 
     def rank_of(self, rank: int) -> int:
         return rank % 3
@@ -155,7 +155,7 @@ def test_functions_that_a_package_defines_late_and_its_modules_have_imported(
         yield
         acting.pop()
 
-    job.session.acting_for = acting_for
+    job.session.attachment.acting_for = acting_for
     monkeypatch.setattr(jobs, "job_of_main_thread", lambda: job)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: acting[-1])
     (tmp_path / "megatron").mkdir()
