@@ -100,7 +100,7 @@ def test_a_process_in_the_background_of_its_terminal_gives_none_to_others(tmp_pa
     [
         ({"generation": 0}, False),
         ({"generation": 1}, True),
-        ({"home": 0}, True),
+        ({"script_rank": 0}, True),
         ({"generation": 0, "launched": True}, True),
     ],
 )

@@ -32,9 +32,14 @@ from .survivors import SURVIVORS
 ROOT = Path(__file__).parents[2]
 #: Modules, with the tests that notice what takes longer, or is refused, but leads to the same sums.
 TESTS = {
-    "settling": ("tests/unit/engine/test_sums.py",),
+    "settling": ("tests/unit/schedule/test_resume.py", "tests/unit/engine/test_sums.py"),
     "program": ("tests/unit/schedule/test_schedule.py",),
-    "progress": ("tests/unit/schedule/test_decide.py", "tests/unit/schedule/test_schedule.py"),
+    "progress": (
+        "tests/unit/schedule/test_decide.py",
+        "tests/unit/schedule/test_schedule.py",
+        "tests/unit/schedule/test_resume.py",
+        "tests/unit/topology/test_slices.py",
+    ),
     "orders": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
     "spans": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
     "redundant": ("tests/unit/schedule/test_schedule.py",),

@@ -146,7 +146,8 @@ class Member(Parts):
             "check_exact": spec.checked,
             "sync_every": spec.sync_every,
         }
-        parts = {"redundancy": redundancy, "checkpoint": {"every_s": 1e-9 if spec.own else 0}}
+        checkpoint = {"every_s": 1e-9 if spec.own else 0, "asynchronous": True}
+        parts = {"redundancy": redundancy, "checkpoint": checkpoint}
         settings = BambooConfig.model_validate({**parts, "observe": {"timeline": "off"}})
         self.session: Any = Session(name, world)
         job: Any = Job(world, self.session, plan, rank, joiner)
