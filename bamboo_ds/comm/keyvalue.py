@@ -7,13 +7,10 @@ epoch's links; values are bytes, one character each.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Protocol
-
-import torch
 
 from ..errors import EpochChanged
 from . import wire
@@ -104,7 +101,7 @@ class StoreHost:
             return self._answers.pop(number)
 
     def _send(self, key: bytes, member: str, number: int, value: Any) -> None:
-        data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+        data = wire.written(value)
         if member == self._links.member:
             self._links.deliver(key, self._links.message(number, *wire.copied_tensors(data)))
         else:
@@ -121,7 +118,7 @@ class StoreHost:
 
 def _json(message: wire.PeerMessage) -> Any:
     (data,) = message.tensors
-    return json.loads(bytes(wire.view(data.data)))
+    return wire.read(data.data)
 
 
 class TorchStore(dist.Store):  # type: ignore[misc]

@@ -280,7 +280,7 @@ class Links:
 
     def _hear(self, told: PeerMessage) -> None:
         if told.tensors:
-            self._standings.hear(bytes(wire.view(told.tensors[0].data)))
+            self._standings.hear(told.tensors[0].data)
 
     def flush(self) -> None:
         """Wait until every member has read everything that was sent to it.

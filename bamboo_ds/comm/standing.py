@@ -8,13 +8,13 @@ collective's members that is in operation N without having come out of it.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
 import torch
 
 from ..errors import CallsDiffer
+from . import wire
 
 #: What a script's end is called as an operation.
 END = "end"
@@ -89,14 +89,14 @@ class Standings:
     def tell(self) -> torch.Tensor | None:
         """Where this member's script is, as a message's payload."""
         own = self._own()
-        return None if own is None else torch.frombuffer(bytearray(json.dumps(asdict(own)).encode()), dtype=torch.uint8)
+        return None if own is None else wire.written(asdict(own))
 
-    def hear(self, told: bytes) -> None:
-        """Learn where another member's is, by the bytes of what it tells. From any thread."""
+    def hear(self, told: torch.Tensor) -> None:
+        """Learn where another member's is, by what it tells. From any thread."""
         own = self._own()
         if own is None:
             return
-        other = Stand(**json.loads(told))
+        other = Stand(**wire.read(told))
         if differ(own, other):
             self.difference = f"{other.words()}, while {own.words()}"
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -274,7 +273,7 @@ class Transport:
     def exchange(self, value: str) -> dict[str, str]:
         """Every member's ``value``, by member in the plan's order. Collective."""
         self._check("exchange")
-        payload = self._links.all_gather("exchange", _as_tensor({self._epoch.member: value}), _join)
+        payload = self._links.all_gather("exchange", wire.written({self._epoch.member: value}), _join)
         found = _as_texts(payload)
         return {member: found[member] for member in self._epoch.plan.members}
 
@@ -320,14 +319,10 @@ def _sum(payloads: list[Payload]) -> Payload:
 
 
 def _join(payloads: list[Payload]) -> Payload:
-    return _as_tensor({member: text for payload in payloads for member, text in _as_texts(payload).items()})
-
-
-def _as_tensor(texts: dict[str, str]) -> torch.Tensor:
-    return torch.frombuffer(bytearray(json.dumps(texts).encode()), dtype=torch.uint8)
+    return wire.written({member: text for payload in payloads for member, text in _as_texts(payload).items()})
 
 
 def _as_texts(payload: Payload) -> dict[str, str]:
     assert isinstance(payload, torch.Tensor)
-    found: dict[str, str] = json.loads(bytes(wire.view(payload)))
+    found: dict[str, str] = wire.read(payload)
     return found

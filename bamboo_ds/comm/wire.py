@@ -14,6 +14,7 @@ what an ended epoch has left to send is given up in the middle. Numbers are litt
 
 from __future__ import annotations
 
+import json
 import struct
 import weakref
 from collections import deque
@@ -225,6 +226,16 @@ def tensor_of(data: bytes | memoryview) -> torch.Tensor:
     found = torch.empty(len(data), dtype=torch.uint8)
     view(found)[:] = data
     return found
+
+
+def written(value: object) -> torch.Tensor:
+    """A payload that carries ``value`` as JSON, for :func:`read`."""
+    return tensor_of(json.dumps(value).encode())
+
+
+def read(data: torch.Tensor) -> Any:
+    """The value of :func:`written`."""
+    return json.loads(bytes(view(data)))
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,6 @@ from one rank of a group to another one with one tag. So a receiver knows what i
 
 from __future__ import annotations
 
-import json
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Collection, Mapping
@@ -240,7 +239,7 @@ class ScriptMessages:
             self._listens = epoch.number
 
     def _hear(self, told: PeerMessage) -> None:
-        stream, number = json.loads(bytes(wire.view(told.tensors[0].data)))
+        stream, number = wire.read(told.tensors[0].data)
         self._told[str(stream)] = max(int(number), self._told.get(str(stream), -1))
 
     def _prune(self) -> None:
@@ -335,7 +334,7 @@ class ScriptMessages:
         if member == epoch.member:
             self._told[str(stream)] = number
             return
-        told = torch.frombuffer(bytearray(json.dumps([str(stream), number]).encode()), dtype=torch.uint8)
+        told = wire.written([str(stream), number])
         with suppress(EpochChanged):  # the recovery tells it
             epoch.links.send(member, _HAD, 0, told)
 

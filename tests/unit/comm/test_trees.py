@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
-from bamboo_ds.comm.transport import _as_tensor, _as_texts, _join, _sum
+from bamboo_ds.comm.transport import _as_texts, _join, _sum
 from bamboo_ds.comm.tree import FAN_OUT, Tree
-from bamboo_ds.comm.wire import Payload
+from bamboo_ds.comm.wire import Payload, written
 from bamboo_ds.errors import NotMet
 from tests.support.hubs import Hubs
 
@@ -92,7 +92,7 @@ def test_any_tree_gives_the_same_bits(slots: list[tuple[int, float]], count: int
 def test_texts_of_all_arrive(count: int, fan_out: int) -> None:
     found = trees(count, fan_out)
     texts = {name: f"{name} ü" * number for number, name in enumerate(found)}
-    total = combined(found, {name: _as_tensor({name: text}) for name, text in texts.items()}, _join)
+    total = combined(found, {name: written({name: text}) for name, text in texts.items()}, _join)
     assert _as_texts(total) == texts
 
 
