@@ -159,7 +159,8 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         if copies:
             click.echo(f"for a while also {'; '.join(copies)}, in bytes per parameter")
         if redundancy.parks:
-            _tell_parked(redundancy.mode is RedundancyMode.AUTO and built.slices == 1, state, members, costs)
+            chooses = redundancy.mode is RedundancyMode.AUTO and layout.slices == 1 and layout.stages > 1
+            _tell_parked(chooses, state, members, costs)
         for line in short_of_memory(plan, members):
             click.echo(line)
     else:
