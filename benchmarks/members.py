@@ -76,7 +76,7 @@ class Members:
         self._store = client.Store([url], namespace=namespace("j"), timeout_s=20.0)
         for slot in numbers:
             name = f"m{slot}-{slot:08x}"
-            record = member(name, slot, host=f"h{slot}", home=slot, incarnation=name[-8:])
+            record = member(name, slot, host=f"h{slot}", script_rank=slot, incarnation=name[-8:])
             if slot >= real:
                 self._add(record, ttl_s)
                 continue
@@ -138,8 +138,8 @@ class Members:
         if plan.layout is None:
             record = LayoutRecord(id=name, layout=Layout(8, self._world // 8), redundant=True, iterators=False)
         else:
-            learned = [rank for rank, learner in plan.learners if learner == name]
-            held = sorted({*(plan.layout.rank(role) for role in plan.shadowed_by(name)), *learned})
+            building = [rank for rank, builder in plan.builders if builder == name]
+            held = sorted({*(plan.layout.rank(role) for role in plan.shadowed_by(name)), *building})
             record = WorkerState(id=name, epoch=plan.epoch, replicas=tuple(held))
         with self._lock:
             self._entering.append((now + random.uniform(*_ENTERED_S), name, record))

@@ -34,7 +34,7 @@ sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # type: ignore[
 
 def enter(session: Session, epoch: int) -> None:
     """Attach to an epoch of this member alone."""
-    session.attach(Plan(epoch=epoch, owners=(ME,), members=(ME,), homes=(0,), places=(session.place,)))
+    session.attach(Plan(epoch=epoch, owners=(ME,), members=(ME,), script_ranks=(0,), places=(session.place,)))
     session.meet()
 
 

@@ -71,8 +71,8 @@ class Member:
         """Enter the next plan's epoch, once the communicators of the one before are aborted; returns its members."""
         order = self.plans.get(timeout=LIMIT.total_seconds())
         members = tuple(order["members"])
-        homes, places = tuple(range(len(members))), tuple(order["places"])
-        plan = Plan(epoch=order["epoch"], owners=members, members=members, homes=homes, places=places)
+        script_ranks, places = tuple(range(len(members))), tuple(order["places"])
+        plan = Plan(epoch=order["epoch"], owners=members, members=members, script_ranks=script_ranks, places=places)
         begin = time.monotonic()
         self.session.attach(plan)
         self.attach_s = time.monotonic() - begin

@@ -55,7 +55,7 @@ def test_the_job_goes_on_once(tmp_path: Path, reference: Reference, make_hosts: 
             os.kill(pid, signal.SIGSTOP)
         if fault == "cut":
             hosts.cut(0)
-        job.come(2, 1, home=0)
+        job.come(2, 1, rank=0)
         job.wait_for("a restart", lambda: bool(job.events("restart")), PATIENCE_S)
         if fault == "cut":
             assert "pauses before a commit" in job.output()  # one of them: the other one waits for it

@@ -54,7 +54,7 @@ def known(job: RunningJob, snapshot: Snapshot, files: list[str], etcd: str) -> d
     entries = {key: kv for key, kv in snapshot.entries.items() if kv.sealed}
     members = [MemberRecord.from_json(kv.value) for key, kv in entries.items() if key.startswith(Keys.MEMBERS)]
     plan = job.plan()
-    false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), homes=(0,))
+    false = Plan(plan["epoch"] + 1, ("x",) * len(plan["owners"]), ("x",), script_ranks=(0,))
     restart = RestartRecord(generation=9, after_epoch=plan["epoch"], ranks={0: (0, 1, 2, 3)}, checkpoint=EVIL)
     records = {
         Keys.PLAN: false.to_json(),

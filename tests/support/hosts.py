@@ -215,9 +215,9 @@ class HostJob(RunningJob):
         os.close(writing)
         self.agents.append(process)
 
-    def come(self, slot: int, host: int, home: int) -> None:
-        """Start the agent of a slot that joins, with a script that runs as the rank ``home``."""
-        self._start_agent(slot, host, self._world, {**self._settings, "home": home})
+    def come(self, slot: int, host: int, rank: int) -> None:
+        """Start the agent of a slot that joins, with a script that runs as ``rank``."""
+        self._start_agent(slot, host, self._world, {**self._settings, "script_rank": rank})
 
     def members(self) -> dict[int, MemberRecord]:
         """The members that etcd knows, by the process ids of their agents."""
