@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import queue
 import select
@@ -88,6 +89,7 @@ def test_without_a_file_the_worker_has_what_its_agent_has(
     monkeypatch.setattr(output, "Outlet", lambda sink: SimpleNamespace(empty=True))
     common = {"job": "j", "command": (), "slot": 1, "world_size": 2, "store": "", "parent_pid": 1}
     (tmp_path / "file").write_text("")
+    gc.collect()  # what tests before have left open ends here, not below
     before = os.listdir("/proc/self/fd")
     for settings in (
         AgentSettings(**common),
