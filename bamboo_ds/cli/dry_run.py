@@ -159,8 +159,7 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
         if copies:
             click.echo(f"for a while also {'; '.join(copies)}, in bytes per parameter")
         if redundancy.parks:
-            chooses = redundancy.mode is RedundancyMode.AUTO and layout.slices == 1 and layout.stages > 1
-            _tell_parked(chooses, state, members, costs)
+            _tell_parked(redundancy.mode is RedundancyMode.AUTO and layout.ahead, state, members, costs)
         for line in short_of_memory(plan, members):
             click.echo(line)
     else:

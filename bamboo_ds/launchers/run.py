@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Sequence
@@ -16,6 +17,8 @@ from ..secret import JobSecret, given
 from .network import free_port
 from .owning import EMBEDDED, JobOwner
 from .slots import OTHERS_S
+
+logger = logging.getLogger("bamboo_ds.launchers")
 
 
 @dataclass(frozen=True)
@@ -119,4 +122,8 @@ class Launcher(JobOwner):
         all_left = len(self._departures) == self._local.workers and self._outcomes == {"left"}
         if "finished" in self._outcomes or all_left:
             return 0
+        if self._outcomes == {"lost"}:  # no leader is left that tells it
+            last = self._by_time[-1]
+            what = f"{last.reason} {last.detail}"
+            logger.error("the worker of slot %d is lost as the last one here (%s): none can take over", last.slot, what)
         return next((d.code for d in self._by_time if d.error is not None), EXIT_FATAL_LOSS)

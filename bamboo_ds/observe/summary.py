@@ -52,10 +52,8 @@ def failure_of(job: JobModel) -> Failure | None:
         why = "" if failed.error is None else f": {failed.error}"
         who = _who(failed.member_id, failed.rank, failed.host)
         return Failure(f"{who} {how(failed.reason, failed.detail)}{why}", failed.log)
-    if code != EXIT_FATAL_LOSS:
+    if code != EXIT_FATAL_LOSS or job.fatal_loss is None:
         return None
-    if job.fatal_loss is None:
-        return Failure("all members are gone, and none is left to take over", None)
     lost = {each.id: each for loss in job.losses.views for each in loss.members}
     first = next((lost[member] for member in job.fatal_loss.members if member in lost), None)
     if first is None:

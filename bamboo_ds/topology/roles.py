@@ -75,6 +75,11 @@ class Layout:
         """Whether owners of a stage in several copies of the model have the same state: one may stand in for others."""
         return self.copies > 1 and not self.sharded
 
+    @property
+    def ahead(self) -> bool:
+        """Whether replicas may compute ahead of a loss: slices would have to agree when, a stage alone feeds none."""
+        return self.slices == 1 and self.stages > 1
+
     @cached_property
     def roles(self) -> tuple[Role, ...]:
         """All roles in rank order."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from bamboo_ds.errors import EXIT_FATAL_LOSS
 from tests.support import sliced_jobs
-from tests.support.jobs import SUPPORT, run_bamboo, write_config
+from tests.support.jobs import SUPPORT, RunningJob, slow_until, write_config
 from tests.support.precisions import BF16_ZERO, FP16_ZERO, FP32_ZERO
 from tests.support.surviving import Reference, fault, survive, survive_in_turn
 
@@ -80,11 +81,13 @@ def test_a_script_like_gpt_neox(tmp_path: Path, reference: Reference) -> None:
     survive(tmp_path, reference, faults, 1, 4, arguments, own=True, micro_batches=4, script=script)
 
 
-def test_a_rank_alone_trains_and_nobody_takes_over(tmp_path: Path) -> None:
-    config = write_config(tmp_path, {"checkpoint": {"every_s": 0.05, "dir": str(tmp_path / "checkpoints")}}, 4)
-    command = ["--stages", "1", "--steps", "8", "--slow-until", str(tmp_path / "never"), "--slow-s", "0.3"]
-    result = run_bamboo(tmp_path, 1, [*command, "--faults", json.dumps([fault(0, 6, "ForwardPass", 1)])], config)
-    assert result.exit_code == EXIT_FATAL_LOSS and len(result.faults()) == 1
+def test_a_rank_alone_trains_and_none_takes_over(tmp_path: Path) -> None:
+    block = {"checkpoint": {"every_s": 0.05, "dir": str(tmp_path / "checkpoints")}}
+    command = ["--stages", "1", *slow_until(tmp_path / "never", 0.1)]
+    with RunningJob(tmp_path, 1, command, write_config(tmp_path, block, 4)) as job:
+        job.wait_for("a checkpoint of its own", lambda: bool(job.events("checkpoint_saved")))
+        os.kill(job.status()["members"][0]["pid"], signal.SIGKILL)
+        result = job.finish()
+    assert result.exit_code == EXIT_FATAL_LOSS
     assert "not every stage has a replica" in result.output
-    assert "first failure: all members are gone, and none is left to take over" in result.output
-    assert result.events("checkpoint_saved"), "what another start goes on from"
+    assert "the worker of slot 0 is lost as the last one here (signal SIGKILL): none can take over" in result.output

@@ -125,7 +125,6 @@ def test_two_pipelines(tmp_path: Path, reference: Reference, mode: str, first: s
 @pytest.mark.parametrize(
     ("stages", "pipelines", "victims"),
     [
-        (1, 2, (0,)),
         (1, 4, (0, 3)),
         (2, 1, (0,)),
         (8, 1, (0, 2, 4, 6)),

@@ -69,7 +69,7 @@ def assists(plan: Plan, role: Role) -> bool:
     Those of tensor slices would communicate, for which all shadows would have to agree on when they run. Where it
     computes a part of the role for the owner it has no time for them.
     """
-    if plan.world.slices > 1 or plan.lending(role) is not None:
+    if not plan.world.ahead or plan.lending(role) is not None:
         return False
     return plan.shadow(role) == plan.computers(plan.world.predecessor(role))[-1]
 

@@ -30,10 +30,10 @@ logger = logging.getLogger("bamboo_ds")
 
 def mode_for(mode: RedundancyMode, layout: Layout, rank: int) -> RedundancyMode:
     """What of ``mode`` is possible with this layout; the process of rank 0 says so if it is not what was asked for."""
-    why = "tensor slices" if layout.slices > 1 else "one pipeline stage"
-    if (layout.slices == 1 and layout.stages > 1) or not mode.eager_forward:
+    if layout.ahead or not mode.eager_forward:
         return mode
     if rank == 0 and mode is not RedundancyMode.AUTO:
+        why = "tensor slices" if layout.slices > 1 else "one pipeline stage"
         acts_as = RedundancyMode.LAZY.value
         logger.warning("with %s no redundant passes run: redundancy.mode %s acts as %s", why, mode.value, acts_as)
     return RedundancyMode.LAZY
