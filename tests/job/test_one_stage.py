@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_a_sibling_takes_over(tmp_path: Path, reference: Reference, name: str) -
         tmp_path, reference, FAULTS[where], 1, pipelines, own=pipelines > 2, micro_batches=4, bamboo=block, **config
     )
     assert not result.events("replica_mismatch")
+    # Nobody but a worker that is started for it draws the lost rank's batches: that wait is a part of the pause.
+    lost = next(event for event in result.events("plan") if event["lost"])
+    fed = next(event for event in result.events("plan") if event["epoch"] == lost["epoch"] + 1)
+    pause = max(event["plan_seconds"] for event in result.events("recovered"))
+    between = datetime.fromisoformat(fed["time"]) - datetime.fromisoformat(lost["time"])
+    assert pause > 0.8 * between.total_seconds() > 0
     if block is CHECKED:
         assert all(event["consumed"] for event in result.events("step"))
         assert result.events("replica_verified")

@@ -167,7 +167,11 @@ class Takeover(InContext):
             "no member left has the iterator of rank %s%s: waiting for a worker that draws its batches", ranks, alike
         )
         supply.needs.tell(apart=supply.apart or supply.needs.apart)
+        begin, operation = time.monotonic(), self.progress.operation
         plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
+        if operation.recovery is not None:  # training has paused for that worker as for any other plan
+            waited = time.monotonic() - begin
+            operation.recovery = replace(operation.recovery, planned=operation.recovery.planned + waited)
         raise EpochChanged(f"epoch {plan.epoch} follows")
 
     # -- between operations -------------------------------------------------------------------------------
