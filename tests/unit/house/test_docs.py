@@ -12,6 +12,8 @@ import click
 import pytest
 
 from tests.support.docs import (
+    FILES,
+    LISTS,
     ROOT,
     Link,
     code_blocks,
@@ -88,8 +90,9 @@ def test_every_page_is_reached_from_the_readme() -> None:
 
 def test_generated_lists_are_those_of_the_code() -> None:
     found = {name: text for each in pages() for name, text in generated(each).items()}
-    assert set(found) == {"claims", "settings", "events", "options"}
+    assert set(found) == set(LISTS)
     stale = [name for name, text in found.items() if text != made(name)]
+    stale += [file.name for file, content in FILES.items() if file.read_text() != content()]
     assert not stale, f"run `make docs`: {', '.join(stale)}"
 
 
