@@ -178,8 +178,8 @@ def test_commands_in_text_exist(page: Path) -> None:
 
 
 def test_every_command_has_its_line() -> None:
-    rows = re.findall(r"^- `bamboo (\w+)", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
-    assert sorted(rows) == sorted(commands())
+    listed = re.findall(r"^- `bamboo \w.*", (ROOT / "docs" / "reference" / "cli.md").read_text(), re.MULTILINE)
+    assert sorted(re.findall(r"`bamboo (\w+)", "\n".join(listed))) == sorted(commands())
 
 
 def test_settings_variables_and_files_in_text_exist(page: Path) -> None:
