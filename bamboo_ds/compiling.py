@@ -30,7 +30,7 @@ _WAITS = "waits for process"
 
 
 def patch(module: ModuleType) -> None:
-    """Wrap ``torch.utils.cpp_extension.load``."""
+    """Wraps ``torch.utils.cpp_extension.load``."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)

@@ -378,7 +378,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def parse_block(block: Any) -> BambooConfig:
-    """Validate a ``"bamboo"`` block.
+    """Validates a ``"bamboo"`` block.
 
     Raises:
         ConfigError: names every wrong setting and its cure.

@@ -157,7 +157,7 @@ def _shown(block: BambooConfig, path: str) -> str:
 
 
 def _check(block: BambooConfig) -> None:
-    """Raise :class:`ConfigError` if two settings contradict each other."""
+    """Raises :class:`ConfigError` if two settings contradict each other."""
     block.redundancy.steps_to_check()
     ttl = block.membership.lease_ttl_s
     if block.fence_s is not None and block.fence_s < 2 * ttl:

@@ -157,7 +157,7 @@ def file_of(job: str) -> Path:
 
 
 def keep(job: str, secret: JobSecret) -> None:
-    """Let this user's processes on this host find the secret of ``job``."""
+    """Lets this user's processes on this host find the secret of ``job``."""
     path = file_of(job)
     if not secret:
         path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def keep(job: str, secret: JobSecret) -> None:
 
 
 def forget(job: str, state_file: Path, launcher: int) -> None:
-    """Remove what the process ``launcher`` has left about ``job``, but nothing of a later job of that name.
+    """Removes what the process ``launcher`` has left about ``job``, but nothing of a later job of that name.
 
     Args:
         state_file: where it is said whose the files are; see :class:`~bamboo_ds.launchers.jobs.JobFile`.

@@ -14,7 +14,7 @@ _begun = False
 
 
 def install_with(installer: _I) -> _I:
-    """Call ``installer(module, stage)`` on every stage that is built from now on; returns it.
+    """Calls ``installer(module, stage)`` on every stage that is built from now on; returns it.
 
     Raises:
         ConfigError: a stage has been built already.

@@ -50,7 +50,7 @@ def _enabled(config: Mapping[str, Any], name: str) -> bool:
 
 
 def check_config(source: Any) -> None:
-    """Refuse DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
+    """Refuses DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
 
     Raises:
         UnsupportedError: names the setting and what to do.
@@ -94,7 +94,7 @@ def check_config(source: Any) -> None:
 
 
 def check_ranks(ranks: int, stages: int | None, topology: Any) -> None:
-    """Refuse a model that so many ranks cannot compute.
+    """Refuses a model that so many ranks cannot compute.
 
     Args:
         ranks: of the job.
@@ -125,7 +125,7 @@ def check_ranks(ranks: int, stages: int | None, topology: Any) -> None:
 
 
 def check_schedule() -> None:
-    """Refuse schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
+    """Refuses schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
 
     Raises:
         UnsupportedError: names the schedule and what to do.
@@ -141,7 +141,7 @@ def check_schedule() -> None:
 
 
 def check_module(module: PipelineModule, layout: Layout) -> None:
-    """Refuse models that bamboo_ds does not carry through a takeover yet.
+    """Refuses models that bamboo_ds does not carry through a takeover yet.
 
     Raises:
         UnsupportedError, ConfigError: name the property and what to do.

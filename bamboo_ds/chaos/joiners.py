@@ -124,7 +124,7 @@ class Join(Injection):
         return not self.alive
 
     def end(self, grace_s: float) -> None:
-        """End it: SIGTERM, after ``grace_s`` seconds SIGKILL. Idempotent."""
+        """Ends the joiner: SIGTERM, after ``grace_s`` seconds SIGKILL. Idempotent."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGCONT)

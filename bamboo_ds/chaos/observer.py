@@ -94,5 +94,5 @@ class Observer:
             raise change  # a defect here
 
     def close(self) -> None:
-        """Let go of etcd. Idempotent."""
+        """Lets go of etcd. Idempotent."""
         self._store.close()

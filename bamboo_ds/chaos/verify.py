@@ -78,7 +78,7 @@ def verify(
     finished: bool,
     timeout_s: float = 5.0,
 ) -> Verdict:
-    """Check that the job went on through all ``records`` as if nothing had happened.
+    """Checks that the job went on through all ``records`` as if nothing had happened.
 
     Args:
         events: of the job, in the order of the file.

@@ -70,7 +70,7 @@ class _NoMeta(Exception):
 
 
 def main() -> None:
-    """Run the script; ends the process where the script would build its engine."""
+    """Runs the script; ends the process where the script would build its engine."""
     die_with_parent(signal.SIGKILL, os.getppid())
     result = Path(sys.argv[1])
 

@@ -43,7 +43,7 @@ _LINES = 15
 
 
 def tell(options: MemberOptions, slots: LocalSlots, config: str | None) -> int:
-    """Print what the job would be; returns the exit code, 1 if there is a problem.
+    """Prints what the job would be; returns the exit code, 1 if there is a problem.
 
     Args:
         options: of its members.
@@ -202,7 +202,7 @@ def _listed(roles: Sequence[object]) -> str:
 
 
 def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
-    """Run the script up to ``deepspeed.initialize``, in a process of its own."""
+    """Runs the script up to ``deepspeed.initialize``, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="bamboo-dry-run-") as folder:
         result, output = Path(folder, "result"), Path(folder, "output")
         with open(output, "wb") as file:
@@ -235,7 +235,7 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the script, and what it has started in its session."""
+    """Ends the script, and what it has started in its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:

@@ -123,7 +123,7 @@ def ranks_option(members: str) -> Callable[[Command], Command]:
 
 
 def check_ranks(ranks: int | None, option: str, members: int | None) -> None:
-    """Raise :class:`ConfigError` if that many ``members``, which ``option`` gives, cannot start so many ``ranks``."""
+    """Raises :class:`ConfigError` if that many ``members``, which ``option`` gives, cannot start so many ``ranks``."""
     if ranks is None:
         return
     if members is None:
@@ -211,7 +211,7 @@ _member = together(
 
 
 def member_options(command: Command) -> Command:
-    """Give a command the options of members.
+    """Gives a command the options of members.
 
     It gets what the command line says of members as its first argument, :class:`MemberOptions`; empty are in these the
     name of the job and the address where the user has named none. ``--logs`` and ``--config`` it gets as well.
@@ -255,7 +255,7 @@ def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | Non
 
 
 def check_script(script: str, module: bool) -> None:
-    """Find what would end every worker at once; raises :class:`ConfigError`."""
+    """Finds what would end every worker at once; raises :class:`ConfigError`."""
     if module:
         name = script.partition(".")[0]  # looking for what is inside a package would execute it
         if not importlib.machinery.PathFinder.find_spec(name, [os.getcwd()]) and not importlib.util.find_spec(name):

@@ -91,7 +91,7 @@ class _Measurement:
 
 
 def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> Profile:
-    """Run ``script`` for some iterations, and take the profile of its model.
+    """Runs ``script`` for some iterations, and takes the profile of its model.
 
     Args:
         script: path of the script.

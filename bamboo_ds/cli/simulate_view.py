@@ -23,14 +23,14 @@ _LONG = {"nodes", "samples", "of the limit", "lost s", "redone s", "restarts"}
 
 
 def show(report: Report) -> None:
-    """Print what policies come to."""
+    """Prints what policies come to."""
     _print([({"policy": name}, each) for name, each in report.policies.items()])
     idle = chain.from_iterable(_troubles(name, policy) for name, policy in report.policies.items())
     click.echo("\n".join([*_facts(report), *map(_unmodelled, report.unmodelled), *idle]))
 
 
 def show_sweep(swept: Swept, again: str | None) -> None:
-    """Print what a sweep has found.
+    """Prints what a sweep has found.
 
     Args:
         swept: that.

@@ -62,7 +62,7 @@ class MemberOptions:
         return self.settings.values
 
     def check_notices(self) -> None:
-        """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
+        """Raises :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
         for source in build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"}):
             source.check()
 

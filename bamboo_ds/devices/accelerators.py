@@ -101,7 +101,7 @@ def _events_sleep() -> bool:
 
 
 def release_page_locked() -> None:
-    """Give back what torch's allocator keeps of page-locked memory that is not in use any more."""
+    """Gives back what torch's allocator keeps of page-locked memory that is not in use any more."""
     if accelerator().device_name() not in _CACHING:
         return
     for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):

@@ -97,7 +97,7 @@ _HARMFUL = (
 
 
 def prepare(environ: MutableMapping[str, str]) -> list[str]:
-    """Set in ``environ`` what the user has not, before the first group is made.
+    """Sets in ``environ`` what the user has not, before the first group is made.
 
     Returns:
         What of the user's own would end survivors of a loss, in words; it stays as it is.

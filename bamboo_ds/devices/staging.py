@@ -35,7 +35,7 @@ class StreamMark(Protocol):
         """Whether the device is through with all before it."""
 
     def synchronize(self) -> None:
-        """Wait for that."""
+        """Waits until the device is through with all before it."""
 
 
 class Streams(Protocol):
@@ -51,7 +51,7 @@ class Streams(Protocol):
         """
 
     def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StreamMark:
-        """Begin to copy flat bytes to the host, once the device has computed what it was told to so far.
+        """Begins to copy flat bytes to the host, once the device has computed what it was told to so far.
 
         ``sources`` and ``targets`` have to be there, and stay as they are, until the mark.
         """
@@ -59,7 +59,7 @@ class Streams(Protocol):
     def copy_in(
         self, sources: Sequence[torch.Tensor], after: StreamMark | None
     ) -> tuple[list[torch.Tensor], StreamMark]:
-        """Begin to copy flat bytes to this process's device, once ``after`` is reached; the same holds for ``sources``.
+        """Begins to copy flat bytes to this process's device, once ``after`` is reached; as :meth:`copy_out` otherwise.
 
         They may be the targets of the copy that ``after`` is the end of.
         """
@@ -115,7 +115,7 @@ class Staging:
         self._arriving: deque[Copy] = deque()
 
     def out(self, sources: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[torch.Tensor], Copy]:
-        """Begin to copy flat bytes to the host, a chunk at a time, so that the first ones are there soon.
+        """Begins to copy flat bytes to the host, a chunk at a time, so that the first ones are there soon.
 
         Args:
             sources: each with where in a message it begins.
@@ -178,7 +178,7 @@ def _chunks(
 
 
 def _keep(copy: Copy, under_way: deque[Copy]) -> None:
-    """Keep ``copy`` until it is complete. Those of one stream end in their order."""
+    """Keeps ``copy`` until it is complete. Those of one stream end in their order."""
     while under_way and under_way[0].reached():
         under_way.popleft()
     under_way.append(copy)
@@ -192,14 +192,14 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def when(self, mark: StreamMark, call: Callable[[], None]) -> None:
-        """Call ``call``, on another thread, once ``mark`` is reached."""
+        """Calls ``call``, on another thread, once ``mark`` is reached."""
         self._awaited.put((mark, call))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bamboo-staging", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Wait for no more of them. The thread ends when its device is through, which may be never."""
+        """Waits for no more of them. The thread ends when its device is through, which may be never."""
         self._awaited.put(None)
 
     def _run(self) -> None:

@@ -69,7 +69,7 @@ class JobFile(BaseModel):
             return None
 
     def write(self) -> None:
-        """Create the file; raises :class:`LaunchError` if a job of this name runs already."""
+        """Creates the file; raises :class:`LaunchError` if a job of this name runs already."""
         check_free(self.job)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         # A store's URL may hold a password.
@@ -84,7 +84,7 @@ class JobFile(BaseModel):
             temporary.unlink()
 
     def remove(self) -> None:
-        """Remove the file, and the job's secret. Idempotent."""
+        """Removes the file, and the job's secret. Idempotent."""
         self.path.unlink(missing_ok=True)
         file_of(self.job).unlink(missing_ok=True)
 
@@ -120,7 +120,7 @@ def find(name: str) -> JobFile | None:
 
 
 def check_free(name: str) -> None:
-    """Raise :class:`LaunchError` if a job ``name`` runs already."""
+    """Raises :class:`LaunchError` if a job ``name`` runs already."""
     other = find(name)
     if other is not None:
         raise LaunchError(f"a job named {name!r} runs already (launcher {other.pid}); take another name")

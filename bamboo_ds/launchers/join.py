@@ -106,7 +106,7 @@ def begin(store: Store, options: MemberOptions, start: Starters) -> None:
 
 
 def _check_numbers(options: MemberOptions, start: Starters, plan: Plan, job: JobRecord | None = None) -> None:
-    """Raise :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
+    """Raises :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
     ranks, members = len(plan.owners), start.members if job is None else job.starters or job.world_size
     if start != Starters(members, ranks):
         others = f"{ranks} ranks" if job is None else Starters(members, ranks)
@@ -197,7 +197,7 @@ def _find_place(arrival: Arrival, options: MemberOptions, wait_s: float) -> Vaca
 
 
 def become_agent(agent: AgentSettings) -> NoReturn:
-    """Become that agent."""
+    """Becomes that agent."""
     logs.end()
     # The agent must not have threads when it forks its worker; the client of etcd has left some here.
     os.execve(sys.executable, agent.agent_command, agent.environment())

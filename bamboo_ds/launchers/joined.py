@@ -74,7 +74,7 @@ class JoinedMembers:
 def await_end(
     options: MemberOptions, own: Container[int], pause: Callable[[float], bool], quiet: bool, departed: bool
 ) -> int | None:
-    """Wait until no member of the job is left.
+    """Waits until no member of the job is left.
 
     Args:
         options: of the launcher's members.
@@ -117,7 +117,7 @@ def await_end(
 
 
 def tell_to_stop(options: MemberOptions, signum: int, told: str) -> None:
-    """Have all members end, those that are about to join included, since ``told`` has got the signal."""
+    """Has all members end, those that are about to join included, since ``told`` has got the signal."""
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
         with launchers_store(options, _STORE_TIMEOUT_S) as store:

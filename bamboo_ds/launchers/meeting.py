@@ -36,7 +36,7 @@ class StartDecision:
         self.etcd: EmbeddedEtcd | None = None
 
     def __call__(self) -> tuple[dict[str, Any], JobSecret]:
-        """Decide, and do what follows on this host."""
+        """Decides, and does what follows on this host."""
         job = jobs.check_name(os.environ.get(ENV_JOB) or jobs.random_name())
         store, wrapped = os.environ.get(ENV_STORE), ENV_LAUNCH in os.environ
         if not wrapped:
@@ -133,7 +133,7 @@ class Meeting:
         return verified(answered, self._me, own, self._prefix)
 
     def _all_have_read(self) -> set[str]:
-        """Wait, since the store may end with this process; returns the hosts of all ranks."""
+        """Waits, since the store may end with this process; returns the hosts of all ranks."""
         others = [f"{self._prefix}/read/{rank}" for rank in range(1, self._me.world_size)]
         return {self._host, *(name.decode() for name in (self._store.multi_get(others) if others else ()))}
 

@@ -30,7 +30,7 @@ class Consumption:
             yield event
 
     def add(self, event: Event) -> None:
-        """Take an event. What workers tell that a restart has replaced does not count."""
+        """Takes an event. What workers tell that a restart has replaced does not count."""
         if isinstance(event, RunStarted | Restart):
             self._starts.append({})
             self._goes_on.append(isinstance(event, Restart))

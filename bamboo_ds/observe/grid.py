@@ -166,7 +166,7 @@ class Grid:
         return found
 
     def _share(self, found: dict[str, Duties], rank: int, owner: str, shadow: str | None) -> None:
-        """Count the work of a role for those who compute it."""
+        """Counts the work of a role for those who compute it."""
         lent, mine = self.lent.get(rank), found[owner]
         if lent is None or shadow is None:
             mine.load = None if mine.load is None else mine.load + 1.0

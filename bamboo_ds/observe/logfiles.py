@@ -64,12 +64,12 @@ class LogFile(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=opener)
 
     def append(self, data: bytes) -> None:
-        """Append whole lines. They are not divided between two files."""
+        """Appends whole lines. They are not divided between two files."""
         if data:
             self.handle(logging.makeLogRecord({"msg": data.decode("utf-8", "surrogateescape").removesuffix("\n")}))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         try:
             super().close()
         except OSError:
@@ -190,7 +190,7 @@ class Following:
                 yield self._stamp, self._source, line + b"\n"
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

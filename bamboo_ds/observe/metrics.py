@@ -52,7 +52,7 @@ class Metrics(Collector):
         self._number: int | None = None
 
     def add(self, event: ev.Event) -> None:
-        """Take the next event."""
+        """Takes the next event."""
         if event.job != self._job.job:
             return
         match event:

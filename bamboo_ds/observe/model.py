@@ -153,7 +153,7 @@ class JobModel:
     # -- events -------------------------------------------------------------------------------------
 
     def fold(self, event: ev.Event) -> Learned | None:
-        """Take the next event of the file; ``None``: it has told nothing new."""
+        """Takes the next event of the file; ``None``: it has told nothing new."""
         if isinstance(event, ev.RunStarted):
             self._reset()
         at = event.time.timestamp()

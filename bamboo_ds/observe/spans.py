@@ -163,7 +163,7 @@ class SpanFile:
         self._size = 0
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append ``spans``; raises ``OSError``."""
+        """Appends ``spans``; raises ``OSError``."""
         lines = "".join(f"{span.to_json()}\n" for span in spans).encode()
         if not lines:
             return
@@ -180,7 +180,7 @@ class SpanFile:
             raise OSError(f"{self.path}: wrote {written} of {len(lines)} bytes (disk full?)")
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Closes the file. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

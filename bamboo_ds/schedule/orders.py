@@ -185,7 +185,7 @@ def _simulated(
         heappush(heap, (max(there, all_free(span)), -left, int(kind == "F"), span.work, span.number))
 
     def look(span: StageSpan) -> None:
-        """List ``span`` if its next pass can come."""
+        """Lists ``span`` if its next pass can come."""
         if span.listed or span.cursor == len(span.todo):
             return
         kind, m = span.todo[span.cursor]

@@ -100,7 +100,7 @@ class StageSpan:
     def connect(
         self, before: StageSpan | None, after: StageSpan | None, forward_cost: float, backward_cost: float
     ) -> None:
-        """Get ready to be simulated between two spans of its pipeline."""
+        """Gets ready to be simulated between two spans of its pipeline."""
         beside: dict[Kind, StageSpan | None] = {"F": after, "B": before}
         self.fed = {kind: span for kind, span in beside.items() if span is not None}
         given: list[float | None] = [0] * self.micro_batches

@@ -41,7 +41,7 @@ def timeline(
     ratio: tuple[float, float] = (1, 2),
     message_s: float = 0.0,
 ) -> PassTimeline:
-    """Play :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
+    """Plays :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
 
     Args:
         layout: the logical world, without tensor slices.

@@ -275,7 +275,7 @@ class BambooJob(SimulatedTraining):
         yield from self._checkpoint(self._copy_s, self._write_s(), self.plan.owners, waits)
 
     def _change(self, action: WritePlan) -> Run:
-        """Enter the plan that the leader has written since the last boundary."""
+        """Enters the plan that the leader has written since the last boundary."""
         previous, owners = self.plan.epoch, self.plan.owners
         self._write(action.plan, action.reason)
         self._pace_up()
@@ -293,7 +293,7 @@ class BambooJob(SimulatedTraining):
         return self._written is not None or not all(copies.offered for copies in self._copying)
 
     def _recover(self) -> Run:
-        """Take over from lost members in the middle of an iteration, and finish it."""
+        """Takes over from lost members in the middle of an iteration, and finishes it."""
         self._entered = False
         done, at_s = self._within()
         at_s -= 0.0 if done else min(at_s, self.more_s)

@@ -176,7 +176,7 @@ class _StockJob(SimulatedTraining):
         self.now: Arrangement | None = None
 
     def _arranged(self, now: Arrangement, members: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Train like this from now on."""
+        """Trains like this from now on."""
         self.now, self.iteration_s, self.batch = now, now.seconds, now.batch
         self.epoch += 1
         self._emit_plan(members, members, lost=lost)
@@ -317,7 +317,7 @@ class SampleDropping(_StockJob):
             self.tell()
 
     def _recover(self) -> Run:
-        """Finish the interrupted iteration without the pipelines that have lost members."""
+        """Finishes the interrupted iteration without the pipelines that have lost members."""
         done, within = self._within()
         whole = self.now.seconds if self.now else 0.0
         # Of an iteration that a loss has interrupted before, only the rest was under way.

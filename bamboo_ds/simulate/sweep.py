@@ -76,7 +76,7 @@ class Sweep:
         self._job = lru_cache(maxsize=None)(self._job_of)
 
     def run(self) -> Swept:
-        """Search.
+        """Carries the search out.
 
         Raises:
             ConfigError: the only pipelines or stages that are wanted are those of no job.
@@ -200,7 +200,7 @@ class Sweep:
         return min(arranged.size, self.types[arranged.instance].market(0).most)
 
     def _climb(self, policy: str, among: Sequence[Arranged]) -> None:
-        """Simulate arrangements in a policy, then the best of them with whole stages, and with spare nodes."""
+        """Simulates arrangements in a policy, then the best of them with whole stages, and with spare nodes."""
         blocks = None if policy == DROPPING else "auto"
         for arranged in among[:_MOST]:
             if sum(each.fast_enough for each in self._ranking() if each.setup.policy == policy) >= _ARRANGED:
@@ -231,7 +231,7 @@ class Sweep:
     # -- simulations --------------------------------------------------------------------------------------
 
     def _simulate(self, setup: Setup, seeds: int) -> None:
-        """Find what ``setup`` comes to; with one seed at first, which says at which interval checkpoints are made."""
+        """Finds what ``setup`` comes to; with one seed at first, which says at which interval checkpoints are made."""
         known = self._found.get(setup)
         if known is not None and known.seeds >= seeds:
             return

@@ -279,7 +279,7 @@ def file_record(path: Path) -> FileRecord:
 
 
 def verify(checkpoint: Path | str, checksums: bool = True) -> list[Problem]:
-    """Compare one checkpoint with its manifest; an empty list means that it is whole.
+    """Compares one checkpoint with its manifest; an empty list means that it is whole.
 
     Args:
         checkpoint: the folder that holds the manifest.

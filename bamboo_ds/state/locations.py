@@ -66,7 +66,7 @@ class Places:
         return str(path.parent), path.name
 
     def bring(self, folder: str, tag: str | None, save_id: str | None = None) -> str | None:
-        """Bring a checkpoint from the mirror of ``folder`` to this host, if it is there.
+        """Brings a checkpoint from the mirror of ``folder`` to this host, if it is there.
 
         Args:
             folder: of the script.

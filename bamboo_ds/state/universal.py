@@ -110,7 +110,7 @@ class Loading:
 
 
 def check_loadable(folder: str, tag: str | None, layout: Layout, how: Loading) -> None:
-    """Refuse a checkpoint that DeepSpeed would load wrongly, or would fail to load without saying what to do.
+    """Refuses a checkpoint that DeepSpeed would load wrongly, or would fail to load without saying what to do.
 
     Args:
         folder, tag: as ``load_checkpoint``'s.
@@ -149,7 +149,7 @@ def check_loadable(folder: str, tag: str | None, layout: Layout, how: Loading) -
 
 
 def _check_universal(root: Path, path: Path | None, convert: str) -> None:
-    """Refuse what is no universal checkpoint."""
+    """Refuses what is no universal checkpoint."""
     if path is not None and (is_universal(path) or not path.is_dir()):
         return  # where there is none, DeepSpeed says so
     ordinary = tag_in(root / "latest") if path is None else path.name

@@ -61,7 +61,7 @@ class Costs:
         return replace(self, state_bytes=tuple(stage.copied for stage in plan.memory))
 
     def check(self, stages: int) -> None:
-        """Raise :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""
+        """Raises :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""
         for name, values in (("seconds", self.seconds), ("state_bytes", self.state_bytes)):
             if values and len(values) != stages:
                 raise ConfigError(f"costs.{name} has {len(values)} entries: give one for each of {stages} stages")

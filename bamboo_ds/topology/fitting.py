@@ -100,7 +100,7 @@ class _Fitting:
         return copied and self._room.shadowed(rank, member) <= self._left[member]
 
     def _give(self, rank: int, member: str, exchanging: bool = False) -> bool:
-        """Make ``member`` the shadow of the role, if it may be.
+        """Makes ``member`` the shadow of the role, if it may be.
 
         Args:
             exchanging: it has room for a copy only when replicas are gone that it loses.
@@ -137,7 +137,7 @@ class _Fitting:
             insort(self._open, after)
 
     def _exchange(self, rank: int) -> None:
-        """Give the role to a member that has room when what it loses is gone, or passes another replica on for it."""
+        """Gives the role to a member that has room when what it loses is gone, or passes another replica on for it."""
         if any(self._give(rank, member, exchanging=True) for member in self._roomy(rank)):
             return
         most = -self._open[0][0] if self._open else 0

@@ -219,7 +219,7 @@ class Lending:
         )
 
     def improve(self) -> None:
-        """Take work from the slowest members as long as that makes nobody as slow as they were."""
+        """Takes work from the slowest members as long as that makes nobody as slow as they were."""
         if self.even:
             return
         relieved = True
@@ -230,7 +230,7 @@ class Lending:
             relieved = any(self._relieve(member, offered) for member in slowest)
 
     def _relieve(self, slowest: str, offered: dict[str, float]) -> bool:
-        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it.
+        """Moves one step of work from ``slowest`` along the shortest chain of members that can bear it.
 
         Args:
             slowest: the member.

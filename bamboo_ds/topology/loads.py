@@ -48,11 +48,11 @@ class Loads:
         return next((member for member in members if groups is None or groups[member] not in excluded), None)
 
     def add(self, member: str, amount: float) -> None:
-        """Give ``member`` more, or less."""
+        """Gives ``member`` more, or less."""
         self.update(member, self._loads[member] + amount)
 
     def update(self, member: str, load: float) -> None:
-        """Set the load of ``member``."""
+        """Sets the load of ``member``."""
         place = self._places[member]
         del self._ranking[bisect_left(self._ranking, (self._loads[member], place))]
         self._loads[member] = load

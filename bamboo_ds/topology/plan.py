@@ -169,7 +169,7 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        """Parses :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return _ADAPTER.validate_json(text)
 
 

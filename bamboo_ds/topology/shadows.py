@@ -73,7 +73,7 @@ class _Shadows:
         return True
 
     def _place_on_standbys(self) -> Sequence[int]:
-        """Give standbys the replicas that they have room for, first those that they hold; returns the other roles."""
+        """Gives standbys the replicas that they have room for, first those that they hold; returns the other roles."""
         ranks, busy = range(len(self._owners)), frozenset(self._owners)
         work: float = 2 * max(self._loads.values()) * (1 + SLACK)
         room: float = 2 * max(self._owned.values())

@@ -90,7 +90,7 @@ class Stalls:
         self._next_word_s = FIRST_WORD_S
 
     def look(self, activity: Activity, now: float) -> None:
-        """Report if it is time; call it often, from another thread than the main one.
+        """Reports if it is time; is called often, from another thread than the main one.
 
         Args:
             activity: of the main thread.

@@ -54,7 +54,7 @@ _known: Plan | None = None
 
 
 def listen(listener: _L) -> _L:
-    """Call ``listener`` after each change from now on; returns it."""
+    """Calls ``listener`` after each change from now on; returns it."""
     _listeners.append(listener)
     return listener
 

@@ -132,7 +132,7 @@ class Decider:
         return all(getattr(calm, name) is getattr(view, name) for name in names)
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
-        """Give the roles their shadows once every engine has reported the same layout."""
+        """Gives the roles their shadows once every engine has reported the same layout."""
         reports = [view.reports[member] for member in plan.members if member in view.reports]
         for report in reports:
             if (report.layout, report.redundant) != (reports[0].layout, reports[0].redundant):
@@ -193,7 +193,7 @@ class Decider:
         return policy_of(plan.world, redundant, self._settings)
 
     def _feed(self, view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
-        """Have members draw the batches of ``ends``, which nobody in the plan does."""
+        """Has members draw the batches of ``ends``, which nobody in the plan does."""
         for at in ends:
             why = self._unable(view, at)
             if why is not None:
@@ -241,7 +241,7 @@ class Decider:
         return Loss(member, departure.reason, departure.detail, detection, noticed)
 
     def _judge(self, view: View, plan: Plan, now: float) -> Action:
-        """Weigh the accusations of the current epoch, the member that most others accuse first."""
+        """Weighs the accusations of the current epoch, the member that most others accuse first."""
         accusers: dict[str, list[str]] = {}
         living = set(plan.members) & set(view.members)
         current = [suspicion for suspicion in view.suspicions.values() if suspicion.epoch == plan.epoch]
@@ -296,7 +296,7 @@ class Decider:
         return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
 
     def _let_go(self, view: View, plan: Plan, stuck: Mapping[str, str], now: float) -> Action | None:
-        """Go on without one of the members that cannot enter the plan's epoch, ``stuck`` by the reasons that they tell.
+        """Evicts one of the members that cannot enter the plan's epoch; ``stuck`` has the reasons that they tell.
 
         Only one at a time, since its end may free the others; first one whose stages members hold that are not stuck.
         And none whose stages nobody else holds: it may come after all, and gives up by itself if it does not.
@@ -340,7 +340,7 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
 
 
 def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
-    """Admit a member whose script runs at one of ``ends``, at once: nobody comes to a boundary without its batches."""
+    """Admits a member whose script runs at one of ``ends``, at once: nobody comes to a boundary without its batches."""
     coming = [r for r in in_slot_order(view.members.values()) if comes(view, plan, r)]
     for ready in coming:
         if ready.id in view.reports and any(ready.script_rank in at for at in ends):
@@ -383,7 +383,7 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
 
 
 def _stop_without(departure: LeftRecord, by: str, plan: Plan) -> StopJob:
-    """End a job in which ``by`` needs a member that has ended as if it had finished."""
+    """Ends a job in which ``by`` needs a member that has ended as if it had finished."""
     script_ranks = dict(zip(plan.members, plan.script_ranks, strict=True))
     told = f"has ended with exit code 0 (the newest step that it told: {departure.step})"
     return StopJob(

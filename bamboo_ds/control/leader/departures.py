@@ -36,7 +36,7 @@ class Deadlines:
         self._due: dict[str, _Due] = {}
 
     def note(self, notices: Mapping[str, NoticeRecord], now: float) -> None:
-        """Take over what is in etcd; ``now`` is monotonic seconds. A later deadline does not replace a nearer one."""
+        """Takes over what is in etcd; ``now`` is monotonic seconds. A later deadline does not replace a nearer one."""
         self._due = {member: due for member, due in self._due.items() if member in notices}
         for member, record in notices.items():
             known = self._due.get(member)

@@ -13,7 +13,7 @@ from .leader import Leader
 
 
 def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
-    """Plan the loss of ``member``, whose record etcd has not any more, and of others until then; tell of the takeovers.
+    """Plans the loss of ``member``, whose record has left etcd, and of others until then; tells of the takeovers.
 
     Args:
         leader: of the member.

@@ -32,7 +32,7 @@ class Takeovers:
         self._under_way: dict[tuple[int, int], Handover] = {}
 
     def plan(self, old: Plan, new: Plan, since: float) -> list[Handover]:
-        """Take a plan that was written, and return what it changes."""
+        """Takes a plan that was written, and returns what it changes."""
         found = []
         for role in new.layout.roles if new.layout is not None else ():
             rank = new.layout.rank(role) if new.layout is not None else 0

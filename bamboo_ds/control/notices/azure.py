@@ -112,7 +112,7 @@ class AzureSource(NoticeSource):
         return min((notice for _, notice in mine), key=_urgency, default=None)
 
     async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """Let the event begin. Call it when nothing on this machine is worth sparing any more.
+        """Lets the event begin. Call it when nothing on this machine is worth sparing any more.
 
         An event that names other machines too is not acknowledged: it would begin for all of them.
         """

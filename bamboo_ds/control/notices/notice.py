@@ -50,7 +50,7 @@ class NoticeSource(ABC):
     where: str
 
     def check(self) -> None:  # noqa: B027
-        """Raise :class:`ConfigError` if it cannot be asked on this host, as far as that is known before a question."""
+        """Raises :class:`ConfigError` if it cannot be asked on this host, as far as that is known before a question."""
 
     @abstractmethod
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
@@ -63,7 +63,7 @@ class NoticeSource(ABC):
         """
 
     async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """Tell the source that this node has been left and need not be spared any longer.
+        """Tells the source that this node has been left and need not be spared any longer.
 
         Returns whether the source was told: false where it takes no such message, as most do.
 

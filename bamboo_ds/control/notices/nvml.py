@@ -69,7 +69,7 @@ class NvmlSource(NoticeSource):
         self._told: dict[bool, Notice] = {}
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` without the package, the driver or the device."""
+        """Raises :class:`ConfigError` without the package, the driver or the device."""
         nvml = _library()
         try:
             nvml.nvmlInit()

@@ -76,7 +76,7 @@ class Mirror:
         self._note_plan()
 
     def apply(self, event: WatchEvent) -> None:
-        """Take one change over."""
+        """Applies one change."""
         self.changes += 1
         self._changed.setdefault(event.key[: event.key.find("/") + 1], {})[event.key] = None
         if event.kind == "put":

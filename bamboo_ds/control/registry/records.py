@@ -39,7 +39,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        """Parses :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return cls.model_validate_json(text)
 
 

@@ -75,7 +75,7 @@ class _Recovery:
         return begin if self.fault is None else max(begin, self.fault)
 
     def label(self) -> None:
-        """Split the time from the loss to the end of the interrupted operation.
+        """Splits the time from the loss to the end of the interrupted operation.
 
         Before the loss the member cannot have worked longer than an ordinary step takes. What the step took beyond
         that was waiting until the loss was noticed; beyond an ordinary step's work all was redone.
@@ -130,7 +130,7 @@ class Accountant:
         self._open: list[_Recovery] = []  # since the last step
 
     def add(self, event: ev.Event) -> None:
-        """Take the next event of the file."""
+        """Takes the next event of the file."""
         at = event.time.timestamp()
         self._origin = at if self._origin is None else self._origin
         now = at - self._origin
@@ -224,7 +224,7 @@ class Accountant:
             self._entered = epoch, now
 
     def _idle(self, now: float) -> None:
-        """Label the members that the current plan gives nothing to compute of their own."""
+        """Labels the members that the current plan gives nothing to compute of their own."""
         epoch, since = self._entered
         plan = self._plans.get(epoch)
         if plan is None:
@@ -346,7 +346,7 @@ class Accountant:
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def _settle(self, until: float) -> None:
-        """Add up what is before ``until``, between two steps, and forget it."""
+        """Adds up what is before ``until``, between two steps, and forgets it."""
         with self._labelled(until, over=False):
             started = [life for life in self._lives if life.started(until) or life.end <= until]
             sums = spent(divided(started, until))
@@ -428,7 +428,7 @@ def _key(event: ev.Step | ev.CheckpointSaved) -> int:
 
 
 def account(events: Iterable[ev.Event]) -> GoodputReport:
-    """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
+    """Accounts for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
     accountant = Accountant(settles=False)
     for event in events:
         accountant.add(event)

@@ -83,17 +83,17 @@ class Life:
         self.since = self.begin
 
     def label(self, begin: float, end: float, rank: Rank, category: Category) -> None:
-        """Claim ``[begin, end)``; without effect if that is empty."""
+        """Claims ``[begin, end)``; without effect if that is empty."""
         self._labels.append((begin, end, rank, category))
 
     def refine(self, begin: float, end: float, old: Category, new: Category) -> None:
-        """Claim for ``new`` what labels so far claim for ``old`` in ``[begin, end)``."""
+        """Claims for ``new`` what labels so far claim for ``old`` in ``[begin, end)``."""
         for first, last, rank, category in list(self._labels):
             if category is old:
                 self.label(max(first, begin), min(last, end), rank, new)
 
     def close(self, end: float) -> None:
-        """End the life, if it goes on."""
+        """Ends the life, if it goes on."""
         if self.end == inf:
             self.end = max(self.since, end)
 
@@ -107,7 +107,7 @@ class Life:
         return self.end, len(self._labels)
 
     def rewind(self, mark: tuple[float, int]) -> None:
-        """Forget what was said of the life since :meth:`mark`."""
+        """Forgets what was said of the life since :meth:`mark`."""
         self.end = mark[0]
         del self._labels[mark[1] :]
 
@@ -118,7 +118,7 @@ class Life:
         )
 
     def settle(self, until: float) -> None:
-        """Forget what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
+        """Forgets what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
         self.since = max(self.since, min(until, self.end))
         self._labels = [label for label in self._labels if label[1] > self.since]
 

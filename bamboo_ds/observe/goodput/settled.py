@@ -46,7 +46,7 @@ class Settled:
         self._stretches: deque[SettledSteps] = deque(maxlen=_STRETCHES)
 
     def add(self, categories: Mapping[Category, float]) -> None:
-        """Add member-seconds."""
+        """Adds member-seconds."""
         for category, seconds in categories.items():
             self.categories[category] += seconds
 
@@ -61,7 +61,7 @@ class Settled:
         self.categories[after] += seconds
 
     def note(self, stretch: SettledSteps) -> None:
-        """Count steps, later ones than those before."""
+        """Counts steps, later ones than those before."""
         self.steps += stretch.count
         self._stretches.append(stretch)
 
