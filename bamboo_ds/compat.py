@@ -1,4 +1,4 @@
-"""Where versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.15) differ in what bamboo_ds needs of them."""
+"""Differences between versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.15) that concern bamboo_ds."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def wrap_optimizer(engine: Any, optimizer: Any, like: Any) -> Any:
 
 
 def loss_scaler(wrapper: Any) -> Any:
-    """What keeps the numbers of the loss scale of an fp16 optimizer without ZeRO."""
+    """The object with the loss scale's numbers of an fp16 optimizer without ZeRO."""
     return getattr(wrapper, "loss_scale_config", wrapper)  # before 0.18 the optimizer itself
 
 

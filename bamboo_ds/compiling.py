@@ -81,7 +81,7 @@ def _told_once(doing: Callable[[], str]) -> Iterator[None]:
 
 
 def state(name: str, lock: Path) -> str:
-    """What this process, which loads extension ``name``, does or waits for."""
+    """The state of this process, which loads extension ``name``: its work, or what it waits for."""
     try:
         age_s = time.time() - lock.stat().st_mtime
     except FileNotFoundError:

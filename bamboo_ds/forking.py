@@ -52,7 +52,7 @@ def make_forks_sure() -> None:
 
 
 def sure_fork() -> int:
-    """As ``os.fork``; a child that hangs before it has come to run any code is killed, and another one forked."""
+    """``os.fork``, but a child that hangs before it has come to run any code is killed, and another one forked."""
     while True:
         reading, writing = os.pipe()
         try:

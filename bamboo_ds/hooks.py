@@ -1,4 +1,4 @@
-"""What the import hook changes in DeepSpeed (see :mod:`bamboo_ds.autoload`)."""
+"""Changes of the import hook to DeepSpeed (see :mod:`bamboo_ds.autoload`)."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def _engine_class(cls: type) -> type:
 
 
 def _place(cls: type) -> str:
-    """Where a class is defined."""
+    """The place where a class is defined."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):  # there is no file

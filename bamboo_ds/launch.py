@@ -1,4 +1,4 @@
-"""What happens when a script asks for its process groups: a bamboo job's, another launcher's rank, or stock."""
+"""The start of a script's process groups: of a bamboo job, of another launcher's rank, or stock."""
 
 from __future__ import annotations
 

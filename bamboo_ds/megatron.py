@@ -55,7 +55,7 @@ def patch_everywhere(names: Iterable[str]) -> None:
 
 
 def _as_speaker(rank: int) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that compares the process's rank with ``rank`` and makes no collective."""
+    """A wrapper of a function that compares the process's rank with ``rank`` and makes no collective."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         @functools.wraps(original)
@@ -88,7 +88,7 @@ def _no_collective(ranks: tuple[int, ...], operation: str, arguments: tuple[Any,
 
 
 def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that returns a writer of values, which ``setter`` opens on one rank if ``settings`` ask for it."""
+    """A wrapper of a function that returns a writer, which ``setter`` opens on one rank if ``settings`` say so."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         tried = wrote = False

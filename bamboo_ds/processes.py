@@ -37,7 +37,7 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=1)
 def process_space() -> str:
-    """Where this process's process ids mean something: the running kernel and the namespace of process ids."""
+    """The scope of this process's process ids: the running kernel and the namespace of process ids."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -64,7 +64,7 @@ def _target(link: Path) -> str | None:
 
 
 def started(pid: int) -> int | None:
-    """When process ``pid`` began, in clock ticks since the boot; ``None`` if there is no such process.
+    """The start of process ``pid``, in clock ticks since the boot, or ``None``.
 
     With the process id this names a process for good.
     """
@@ -73,7 +73,7 @@ def started(pid: int) -> int | None:
 
 
 def status_of(pid: int) -> list[str] | None:
-    """What the kernel tells of process ``pid``, from its state on (proc_pid_stat(5)); ``None`` if there is none."""
+    """The kernel's status of process ``pid``, from its state on (proc_pid_stat(5)), or ``None``."""
     return _read_status(Path(f"/proc/{pid}/stat"))
 
 

@@ -1,4 +1,4 @@
-"""What a script installs on every stage that is built; see :func:`bamboo_ds.on_stage_built`."""
+"""Installers of a script, called on every stage that is built; see :func:`bamboo_ds.on_stage_built`."""
 
 from __future__ import annotations
 

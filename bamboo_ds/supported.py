@@ -1,4 +1,4 @@
-"""What a bamboo job may use of DeepSpeed, checked before anything is built."""
+"""The part of DeepSpeed that a bamboo job may use, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CURE_OF_FAULTS = "it is mended in DeepSpeed 0.19.3: pip install 'deepspeed>=0.19
 
 
 def fault_of_deepspeed(version: str) -> str | None:
-    """What DeepSpeed of that version computes wrongly with several steps of accumulation; ``None``: nothing."""
+    """The error of DeepSpeed of that version in gradients of several steps of accumulation, or ``None``."""
     for versions, fault in _FAULTS:
         if versions.contains(version, prereleases=True):
             return f"DeepSpeed {version} {fault}. So it does without bamboo_ds, and jobs with it do the same"

@@ -45,7 +45,7 @@ _WIDTH = 150
 
 @dataclass(frozen=True)
 class CampaignOptions:
-    """What ``bamboo chaos`` was asked for; as its options say.
+    """The request to ``bamboo chaos``, as its options give it.
 
     Attributes:
         complete: whether every fault must have been reached before the job ends.

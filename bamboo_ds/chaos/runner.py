@@ -72,7 +72,7 @@ class Conduct:
 
 @dataclass(frozen=True)
 class JobParts:
-    """What of a job faults act on.
+    """The parts of a job that faults act on.
 
     Attributes:
         join: how to start a joiner.
@@ -239,7 +239,7 @@ class Runner:
                 return
 
     def _find(self, fault: Fault) -> tuple[Aim | None, JobSituation]:
-        """Whom the fault would hit now, in which situation."""
+        """The victims that the fault would hit now, and the situation."""
         situation = self._view.fresh()
         known = situation or self._view.look()
         at_risk = self._at_risk(known)

@@ -32,7 +32,7 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Effect:
-    """What a fault did to the job; ``None`` where it did not, or where events do not tell.
+    """The effect of a fault on the job; ``None`` without one, or where events do not tell.
 
     Attributes:
         lost: members that were lost by it.

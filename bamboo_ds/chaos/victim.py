@@ -1,4 +1,4 @@
-"""Inside a worker: does to itself what nobody can do to it from outside.
+"""Faults that a worker does to itself, since they cannot be done from outside.
 
 Opt-in. Either run the script through this module::
 
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class ChaosException(RuntimeError):
-    """What :mod:`bamboo_ds.chaos` raises in the main thread of a worker."""
+    """The exception that :mod:`bamboo_ds.chaos` raises in the main thread of a worker."""
 
 
 def address(pid: int) -> str:

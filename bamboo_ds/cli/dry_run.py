@@ -169,7 +169,7 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
 def _tell_parked(
     chooses: bool, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Where replicas are that compute nothing; ``chooses``: others may compute ahead of a loss."""
+    """Prints where parked replicas are; ``chooses``: others may compute ahead of a loss."""
     if not state.elementwise:
         click.echo(f"replicas stay on devices: {state.optimizer} may not compute each element by itself")
         return
@@ -245,7 +245,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(address: str, slots: LocalSlots) -> dict[str, str]:
-    """What a worker of rank 0 is told."""
+    """The environment of a worker of rank 0."""
     size = str(slots.world_size)
     told = place_variables(0, size, address, 29500) | {"RANK": "0", "WORLD_SIZE": size}
     if slots.pipelines is not None:

@@ -184,7 +184,7 @@ started = together(
 
 
 def snapshot_of(location: jobs.JobLocation, secret: JobSecret = NONE) -> Snapshot:
-    """What etcd has of a job; raises :class:`ConfigError` if that is nothing."""
+    """The state of a job in etcd; raises :class:`ConfigError` if etcd has no key of it."""
     with open_store(location.store, location.job, _TIMEOUT_S, secret) as store:
         snapshot = store.get_prefix("")
     if not snapshot.entries:
@@ -242,7 +242,7 @@ def check_name(job: str | None) -> str:
 
 
 def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | None:
-    """The ``"bamboo"`` block of ``--config``, or of the script's own configuration; ``None``: none is known."""
+    """The ``"bamboo"`` block of ``--config``, or of the script's own configuration, or ``None``."""
     path = config or config_path_from_argv(arguments)
     loaded = load_config(path) if path else {}
     if path and BLOCK not in loaded:

@@ -70,7 +70,7 @@ def _print(rows: Sequence[tuple[Mapping[str, str], PolicyReport]], brief: bool =
 
 
 def _figures(policy: PolicyReport, brief: bool) -> dict[str, str]:
-    """What a policy comes to, by column; ``brief``: the least that one decides with."""
+    """A policy's figures, by column; ``brief``: only those for a decision."""
 
     def ranged(name: str, form: str, digits: str) -> str:
         value, found = getattr(policy, name), (policy.range or {}).get(name)

@@ -39,7 +39,7 @@ _LONGEST = 140
 
 
 def frame(view: LiveView, now: float, width: int, height: int | None, processes: bool = False) -> RenderableType:
-    """What ``bamboo top`` shows.
+    """A frame of ``bamboo top``.
 
     Args:
         now: in seconds since 1970.

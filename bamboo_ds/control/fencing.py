@@ -41,7 +41,7 @@ def may_commit(plan: Plan, contact: Contact | None, at: float) -> bool:
 
 
 def contact_with(plan: Plan | None, at: float) -> Contact | None:
-    """What an agent tells its worker when a read of the plan that was begun at ``at`` has found ``plan``."""
+    """The agent's message to its worker after a read of the plan, begun at ``at``, has found ``plan``."""
     if plan is None or plan.lost_roles:
         return None
     return Contact(origin=plan.origin, generation=plan.generation, at=at)

@@ -39,7 +39,7 @@ class StreamMark(Protocol):
 
 
 class Streams(Protocol):
-    """What copies between a device and host memory. Called by the main thread, but :meth:`memory`."""
+    """Copies between a device and host memory. Called by the main thread, but :meth:`memory`."""
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is on a device."""
@@ -65,13 +65,13 @@ class Streams(Protocol):
         """
 
     def order(self, mark: StreamMark) -> None:
-        """What the device is told to compute from now on follows ``mark``."""
+        """Makes the device's work from now on follow ``mark``."""
 
     def mark(self) -> StreamMark:
         """The end of what the device was told to compute so far."""
 
     def seconds(self, begin: StreamMark, end: StreamMark) -> float:
-        """Between two of these that are reached."""
+        """Seconds between two marks that are reached."""
 
 
 #: Bytes that are copied to the host by one call, if that makes no more than so many calls.
@@ -145,13 +145,13 @@ _staging: Staging | None = None
 
 
 def use(streams: Streams | None) -> None:
-    """From now on this process's tensors go and come by ``streams``; ``None``: while the host waits, if at all."""
+    """Makes this process's tensors go and come by ``streams``; ``None``: while the host waits, if at all."""
     global _staging
     _staging = None if streams is None else Staging(streams)
 
 
 def current() -> Staging | None:
-    """By what tensors go and come, if this process has a device."""
+    """The streams by which tensors go and come, if this process has a device."""
     return _staging
 
 

@@ -31,7 +31,7 @@ def check_name(job: str) -> str:
 
 
 class JobFile(BaseModel):
-    """What a launcher leaves for other commands while it runs.
+    """The file that a launcher leaves for other commands while it runs.
 
     Attributes:
         store: etcd's URLs, separated by commas.
@@ -56,7 +56,7 @@ class JobFile(BaseModel):
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return folder() / f"{self.job}.json"
 
     def launcher(self) -> psutil.Process | None:
@@ -128,7 +128,7 @@ def check_free(name: str) -> None:
 
 @dataclass(frozen=True)
 class JobLocation:
-    """Where a job is.
+    """The location of a job.
 
     Attributes:
         job: its name.

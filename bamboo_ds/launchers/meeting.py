@@ -1,4 +1,4 @@
-"""Where the processes of all ranks agree on the job: its name, its etcd, its secret. Rank 0 decides."""
+"""Agreement of the processes of all ranks on the job: its name, its etcd, its secret. Rank 0 decides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("bamboo_ds.launchers")
 
 
 class StartDecision:
-    """What rank 0 decides for all: where the job's etcd is, the job's name, its settings; and the job's secret.
+    """The decision of rank 0 for all: the job's etcd, its name, its settings; and its secret.
 
     Attributes:
         etcd: that this process has started; it outlives the ``exec``.
@@ -56,7 +56,7 @@ class StartDecision:
 
 
 def verified(said: str, me: Launched, own: JobSecret | None, prefix: str) -> tuple[dict[str, Any], JobSecret]:
-    """What rank 0 has ``said``, and the job's secret.
+    """The decision that rank 0 has ``said``, and the job's secret.
 
     Raises:
         LaunchError: rank 0 could not decide, or it was not rank 0, or it has another secret.
@@ -88,7 +88,7 @@ def verified(said: str, me: Launched, own: JobSecret | None, prefix: str) -> tup
 
 
 class Meeting:
-    """Where the processes of all ranks meet, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
+    """The meeting of the processes of all ranks, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
 
     def __init__(self, me: Launched, timeout: timedelta, host: str | None = None) -> None:
         from torch.distributed.rendezvous import rendezvous
@@ -102,7 +102,7 @@ class Meeting:
     def agree(
         self, own: JobSecret | None, decide: Callable[[], tuple[dict[str, Any], JobSecret]]
     ) -> tuple[dict[str, Any], JobSecret]:
-        """What rank 0 has decided, and the job's secret; returns on no rank before all have come.
+        """The decision of rank 0, and the job's secret; returns on no rank before all have come.
 
         Args:
             own: the secret that the user has given to this rank.

@@ -1,4 +1,4 @@
-"""What a launcher tells the user in the terminal: how to watch the job, what happens in it, and what came of it."""
+"""A launcher's account in the terminal: how to watch the job, what happens in it, and its summary."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ def progress(mirror: Mirror) -> str | None:
 
 
 def _missing(mirror: Mirror, members: Sequence[str]) -> str:
-    """Whose engines are not built, and where their scripts are then."""
+    """The members whose engines are not built, and where their scripts are."""
     missing = [member.partition("-")[0] for member in members if member not in mirror.reports]
     if not missing:
         return ""

@@ -1,4 +1,4 @@
-"""What a launcher owns while its job runs: etcd, or the job's name in it, and the job's file, secret and events."""
+"""A launcher's possessions while its job runs: etcd, or the job's name in it, and its file, secret and events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class JobOwner(Slots, ABC):
         return str(state.path)
 
     def _beginning(self) -> Sequence[Event]:
-        """What is told when etcd is there."""
+        """The lines that are told when etcd is there."""
         return ()
 
     @abstractmethod
@@ -95,7 +95,7 @@ class JobOwner(Slots, ABC):
 
     @abstractmethod
     def _follow(self) -> None:
-        """Until that has ended."""
+        """Follows the job until its end."""
 
     @abstractmethod
     def _result(self) -> int:

@@ -167,7 +167,7 @@ class Slots:
         self._watch_process(supervisor, ended, stack)
 
     def _without_etcd(self) -> str:
-        """What becomes of a job without etcd."""
+        """The outcome of a job without etcd."""
         fence_s = self._options.bamboo.fence_s
         if fence_s is None:
             return "training goes on, but survives no loss any more"
@@ -217,7 +217,7 @@ class Slots:
         self._watched[agent.pidfd] = ended
 
     def _serve(self) -> None:
-        """Until all agents are gone."""
+        """Serves until all agents are gone."""
         while self._agents:
             if self._attend_until_kill():
                 if self._stopping:
@@ -251,7 +251,7 @@ class Slots:
             self._stop()
 
     def _judge(self, agent: _Agent) -> None:
-        """What the end of an agent means for the others."""
+        """The consequence of an agent's end for the others."""
         departure = agent.departure
         if departure is None:
             logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)

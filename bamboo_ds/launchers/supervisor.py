@@ -47,7 +47,7 @@ _SUPERVISOR_S = 10.0
 
 @dataclass(frozen=True)
 class SupervisorTask:
-    """What a rank supervisor is told besides what its agent is.
+    """The task of a rank supervisor, besides its agent's settings.
 
     Attributes:
         owner: it speaks for the job, as a launcher would: there is no ``bamboo launch``.

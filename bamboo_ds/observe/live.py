@@ -51,7 +51,7 @@ class LiveJob:
 
     @property
     def model(self) -> JobModel:
-        """What is rendered."""
+        """The model that is rendered."""
         return self._story.job
 
     def add(self, event: ev.Event) -> None:
@@ -129,7 +129,7 @@ class LiveJob:
         return self._planned[1]
 
     def _account(self) -> Accounted | None:
-        """Made anew with every event of a small job, more rarely for many members: adding up takes its time."""
+        """The account, made anew with every event of a small job, more rarely for many members."""
         now = self.model
         if now.newest is None:
             return None

@@ -33,12 +33,12 @@ _NAME = re.compile(r"(worker|agent)-(\d+)\.log")
 
 
 def worker_log(folder: Path | str, slot: int) -> Path:
-    """Where the output of the workers of ``slot`` is."""
+    """The path of the output of the workers of ``slot``."""
     return Path(folder, f"worker-{slot}.log")
 
 
 def agent_log(folder: Path | str, slot: int) -> Path:
-    """Where the log of the agents of ``slot`` is."""
+    """The path of the log of the agents of ``slot``."""
     return Path(folder, f"agent-{slot}.log")
 
 
@@ -76,7 +76,7 @@ class LogFile(RotatingFileHandler):
             self.handleError()
 
     def handleError(self, record: logging.LogRecord | None = None) -> None:
-        """Called where ``record`` could not be written; what is written later may find room again."""
+        """Handles a ``record`` that could not be written; later ones may find room again."""
         if not self._complained:
             self._complained = True
             logger.warning("%s lacks what could not be written: %s", self.baseFilename, sys.exc_info()[1])
@@ -113,14 +113,14 @@ def stamped(lines: list[bytes], now: datetime) -> bytes:
 
 @dataclass(frozen=True)
 class LogSource:
-    """Whose file it is."""
+    """The process whose output a file of logs has."""
 
     slot: int
     agent: bool
 
     @property
     def name(self) -> str:
-        """Shown in front of its lines."""
+        """The name in front of its lines."""
         return f"agent {self.slot}" if self.agent else str(self.slot)
 
 

@@ -55,7 +55,7 @@ class Losses:
         reasons: lost members by the reason of the loss.
         takeovers: roles that were taken over.
         pause_seconds: sum over epochs that members recovered in, of each the longest pause of a survivor.
-        longest_pause: of any survivor; ``None``: none has told.
+        longest_pause: of any survivor, or ``None``.
         passes_redone: of all survivors of all losses.
     """
 

@@ -1,4 +1,4 @@
-"""Where something is shown: a descriptor that other processes share, that may be stopped, full or gone."""
+"""The outlet of a display: a descriptor that other processes share, that may be stopped, full or gone."""
 
 from __future__ import annotations
 
@@ -128,4 +128,4 @@ class Outlet:
         self.show(text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """It is shown as soon as possible."""
+        """Does nothing: text is shown as soon as possible."""

@@ -45,7 +45,7 @@ class SpanWriter:
 
     @classmethod
     def inherited(cls, environ: MutableMapping[str, str]) -> SpanWriter | None:
-        """What this process has from its agent; takes the variable out of ``environ``."""
+        """The pipe that this process has from its agent; takes the variable out of ``environ``."""
         text = environ.pop(ENV_FD, None)
         if text is None:
             return None

@@ -34,7 +34,7 @@ _OLDER = ".1"
 
 
 class Kind(str, Enum):
-    """What a span is: an instruction of :mod:`bamboo_ds.schedule` by its name, or something else."""
+    """The kind of a span: an instruction of :mod:`bamboo_ds.schedule` by its name, or something else."""
 
     ITERATION = "Iteration"
     LOAD = "LoadMicroBatch"
@@ -83,7 +83,7 @@ REDUNDANT = frozenset({Kind.REDUNDANT_FORWARD, Kind.REDUNDANT_BACKWARD})
 
 
 class Span(NamedTuple):
-    """Something that a main thread did; times in seconds on the host's monotonic clock.
+    """An activity of a main thread; times in seconds on the host's monotonic clock.
 
     Attributes:
         step: number of the iteration, as events count.
@@ -188,7 +188,7 @@ class SpanFile:
 
 @dataclass
 class Timeline:
-    """What a member's worker did.
+    """The spans of a member's worker.
 
     Attributes:
         offset: what brings a time of its spans to seconds since 1970.

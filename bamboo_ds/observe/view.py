@@ -1,4 +1,4 @@
-"""What a live display shows of a job at one moment: the models of :class:`LiveView`.
+"""The view of a job at one moment, for live displays: the models of :class:`LiveView`.
 
 Conventions: a time is in seconds since 1970 (UTC), a duration in seconds, a role is ``[pipeline, stage]``, a member is
 named by its id. ``None`` is "not known" or "does not apply". Every tuple is bounded by a number that is given here.
@@ -110,7 +110,7 @@ class MemberView(_Part):
 
 @dataclass(frozen=True)
 class Overview:
-    """What etcd tells of a job at one moment.
+    """The overview of a job from etcd at one moment.
 
     Attributes:
         members: registered ones, and those that are gone of which keys are left, in the order of their slots; with what

@@ -85,7 +85,7 @@ class StageSpan:
 
     @cached_property
     def ends(self) -> dict[Kind, list[float | None]]:
-        """By kind and micro-batch when a pass ends: 0 if it is finished, ``None`` if it is not scheduled yet."""
+        """The ends of passes by kind and micro-batch: 0 if finished, ``None`` if not scheduled yet."""
         return {kind: [0 if m < done else None for m in range(self.micro_batches)] for kind, done in self._done.items()}
 
     @cached_property
@@ -137,7 +137,7 @@ class StageSpan:
         self.cursor, self.free = cursor, free
 
     def works(self, member: str, passes: Iterable[tuple[Kind, int]]) -> Iterator[Work]:
-        """What ``member`` does in ``passes``: those of parts that have not finished them."""
+        """The work of ``member`` in ``passes``: those of parts that have not finished them."""
         place = self.hosts.index(member)
         for kind, m in passes:
             for part in self._in_order(kind):

@@ -130,7 +130,7 @@ class Stock:
         return self._pipelines[key]
 
     def best(self, members: int) -> Arrangement | None:
-        """The fastest job of ``members`` or fewer; ``None``: none fits."""
+        """The fastest job of ``members`` or fewer that fits, or ``None``."""
         profile = self.profile
         for count in range(len(self._best), members + 1):
             best = self._best[count - 1]
@@ -168,7 +168,7 @@ class Stock:
 
 
 class _StockJob(SimulatedTraining):
-    """What both jobs of stock DeepSpeed do alike."""
+    """The common part of both jobs of stock DeepSpeed."""
 
     def __init__(self, market: Market, stock: Stock, terms: Terms, seed: int) -> None:
         super().__init__(market, stock.profile, terms, seed)
@@ -207,7 +207,7 @@ class CheckpointRestart(_StockJob):
         return self.market.seconds / max(1, self.market.losses)
 
     def _interval_s(self) -> float:
-        """That of Young and Daly; not before the last checkpoint is written."""
+        """The interval of Young and Daly; at least the time to write a checkpoint."""
         now = self.now
         assert now is not None
         optimum = young_daly_s(self.stock.copy_s(now.pipelines, now.stages), self._between_losses_s)

@@ -62,7 +62,7 @@ class Market:
 
     @property
     def node_seconds(self) -> float:
-        """Over all nodes, how long they are there."""
+        """Node-seconds of the whole market."""
         return sum(
             (self.seconds - change.at_ms / 1000) * (1 if change.what == "add" else -1) for change in self.changes
         )
@@ -94,7 +94,7 @@ class Market:
         return [*found, (last, self.seconds, count)]
 
     def window(self, begin_s: float, seconds: float | None) -> Market:
-        """What happens from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
+        """The market from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
 
         Raises:
             ConfigError: it reaches beyond the market.
@@ -126,7 +126,7 @@ class Market:
         return replace(self, changes=changes, seconds=self.seconds / times)
 
     def rented(self, limit: int) -> Market:
-        """Of the nodes that there are, those that a job rents which wants no more than ``limit``."""
+        """The nodes that a job rents which wants no more than ``limit``."""
         return replace(self, changes=tuple(within(self.changes, limit)))
 
 

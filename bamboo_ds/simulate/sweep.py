@@ -150,7 +150,7 @@ class Sweep:
     # -- what is tried ------------------------------------------------------------------------------------
 
     def _arranged(self) -> dict[str, list[Arranged]]:
-        """By policy, arrangements in the order in which they are simulated: the fastest, then by cost.
+        """The arrangements by policy, in the order in which they are simulated: the fastest, then by cost.
 
         By the closed form of stock pipelines, on as many of the nodes that there are as each can use.
         """
@@ -336,6 +336,6 @@ def arrangements(profile: Profile, most: int, pipelines: int | None, stages: int
 
 
 def _rank(samples_per_s: float, cost: float | None, wanted: float) -> tuple[bool, bool, float]:
-    """Those that are fast enough by cost, the others by speed, and last what trains nothing."""
+    """The rank of a setup: fast enough ones by cost, the others by speed, and last what trains nothing."""
     slow = samples_per_s < wanted
     return (True, True, 0.0) if cost is None else (False, slow, -samples_per_s if slow else cost)

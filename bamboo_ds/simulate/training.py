@@ -1,4 +1,4 @@
-"""What all simulated jobs share: nodes that come and go, steps, checkpoints, and the events that they emit."""
+"""The part that all simulated jobs share: nodes that come and go, steps, checkpoints, and the events that they emit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Checkpoint:
 
 @dataclass
 class SimulatedOutcome:
-    """What a simulated job has done.
+    """The outcome of a simulated job.
 
     Attributes:
         samples: of committed steps, without those that were lost with a restart, or with a job that does not train at
@@ -165,7 +165,7 @@ class SimulatedTraining(ABC):
 
     @abstractmethod
     def _lacking(self) -> str | None:
-        """Why the job cannot train on the members that there are; ``None``: it can."""
+        """The reason why the job cannot train on the members that there are, or ``None``."""
 
     @abstractmethod
     def _go(self) -> None:
@@ -173,7 +173,7 @@ class SimulatedTraining(ABC):
 
     @abstractmethod
     def _boundary(self) -> Run:
-        """Between two iterations: a checkpoint that is due, and members that come."""
+        """Does what is due between two iterations: a checkpoint, and the admission of members."""
 
     @abstractmethod
     def _recover(self) -> Run:
@@ -211,7 +211,7 @@ class SimulatedTraining(ABC):
             self.tell()
 
     def tell(self) -> None:
-        """Something has changed that the job looks at with the next boundary."""
+        """Tells of a change that the job looks at with the next boundary."""
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 

@@ -37,7 +37,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has made: ``path``, of the checkpoint ``source`` with the files ``files``."""
+    """The result of a conversion: ``path``, of the checkpoint ``source`` with the files ``files``."""
 
     path: Path
     source: CheckpointInfo
@@ -46,7 +46,7 @@ class Converted:
 
 @dataclass
 class Holding:
-    """What the shards of one stage hold of a parameter: of each its fp32 weights and its moments, flat."""
+    """The part of a parameter in the shards of one stage: of each its fp32 weights and its moments, flat."""
 
     parts: list[list[torch.Tensor]] = field(default_factory=list)
 

@@ -35,7 +35,7 @@ class LossRate(BaseModel):
     losses: int = Field(0, ge=0)
 
     def plus(self, seconds: float, losses: int) -> LossRate:
-        """That of a job that has seen ``losses`` more in ``seconds`` more."""
+        """The rate of a job that has seen ``losses`` more in ``seconds`` more."""
         return LossRate(seconds=self.seconds + seconds, losses=self.losses + losses)
 
     @property

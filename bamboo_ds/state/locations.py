@@ -42,7 +42,7 @@ class Places:
         return known
 
     def _mirror_of(self, folder: Path) -> ObjectStore | None:
-        """What mirrors a folder of the script's."""
+        """The mirror of a folder of the script's."""
         return None if self.mirror is None or is_own(folder) else self.store(self.mirror + folder.as_posix())
 
     # -- on this host -------------------------------------------------------------------------------------

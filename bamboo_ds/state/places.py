@@ -1,4 +1,4 @@
-"""Where checkpoints are: what a save, a restart and the rules of ``keep`` ask of a folder, or of a store of objects.
+"""Places of checkpoints: the interface of folders and stores of objects to saves, restarts and ``keep``.
 
 :class:`CheckpointPlace` is all that they ask. There are two: a folder on a file system that all members share
 (:mod:`.shared_folder`), in which a checkpoint appears by a rename, and a prefix in a store of objects
@@ -83,7 +83,7 @@ class CheckpointPlace(Protocol):
         """Writes a small file of the save, which readers see whole or not at all. ``FileNotFoundError``: as above."""
 
     def note_failure(self, record: SaveRecord, name: str, text: str, unwritten: str | None) -> None:
-        """As :meth:`note`, also where there is no room: ``unwritten`` names a file to be deleted for it."""
+        """Does as :meth:`note`, also where there is no room: ``unwritten`` names a file to be deleted for it."""
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class CheckpointPlace(Protocol):
         """Removes all files of a save that is not complete."""
 
     def give_up(self, record: SaveRecord) -> None:
-        """From now on :meth:`is_given_up`."""
+        """Marks the save, so that :meth:`is_given_up` is true from now on."""
 
     def forget(self, record: SaveRecord) -> None:
         """All members know that the save was given up."""
@@ -132,7 +132,7 @@ class CheckpointPlace(Protocol):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def known(self, checkpoint: Location) -> KnownFolder | None:
-        """What the next :meth:`check` is to compare with, once ``checkpoint`` is complete."""
+        """The folder that the next :meth:`check` compares with, once ``checkpoint`` is complete."""
 
     def manifest(self, checkpoint: Location) -> Manifest:
         """The manifest of a checkpoint in this place; raises :class:`CheckpointError`."""
@@ -155,7 +155,7 @@ class CheckpointPlace(Protocol):
     # -- lineages -----------------------------------------------------------------------------------------
 
     def supersede(self, lineage: Lineage) -> None:
-        """From now on earlier lineages may not write here, see :mod:`bamboo_ds.generations`."""
+        """Stops earlier lineages from writing here, see :mod:`bamboo_ds.generations`."""
 
     def is_over(self, lineage: Lineage) -> bool:
         """Whether a later lineage has begun here."""

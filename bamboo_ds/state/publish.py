@@ -68,7 +68,7 @@ def check_id(name: str) -> str:
 
 
 def partial_folder(folder: Path, job: str, save_id: str, tag: str) -> Path:
-    """Where the save ``save_id`` is put together; equal on all members."""
+    """The folder in which the save ``save_id`` is put together; equal on all members."""
     return folder / SEPARATOR.join((PARTIAL, job, save_id, quote(tag, safe="")[:80]))
 
 

@@ -396,7 +396,7 @@ class CheckpointSaver:
         self.check(save)
 
     def point_of_no_return(self, save: Save) -> None:
-        """As :meth:`check`; from now on :meth:`abort` leaves the save alone."""
+        """Does as :meth:`check`; from now on :meth:`abort` leaves the save alone."""
         with self._changed:
             self.check(save)
             self._beyond = save.record.save_id

@@ -41,7 +41,7 @@ class Files:
 
     @classmethod
     def of(cls, names: Collection[str]) -> Files:
-        """Those among ``names``."""
+        """The files of a checkpoint among ``names``."""
         stages, layers, shards = {}, dict[int, tuple[str, ...]](), {}
         for name in sorted(names):
             if found := _STAGE.fullmatch(name):
@@ -54,7 +54,7 @@ class Files:
 
     @classmethod
     def in_folder(cls, checkpoint: Path) -> Files:
-        """Those of the checkpoint ``checkpoint``; none if there is no such folder."""
+        """The files of the checkpoint ``checkpoint``; none if there is no such folder."""
         return cls.of([path.name for path in checkpoint.iterdir()] if checkpoint.is_dir() else [])
 
     @property

@@ -107,7 +107,7 @@ class Save:
         record: what is saved.
         owners: member that copies each role, by rank. The first one leads.
         latest: whether DeepSpeed's file ``latest`` is to name it.
-        losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
+        losses: gives those of all steps up to this one, or ``None``. Called by the thread of the member
             that leads, as ``history``: the JSON of what the job has done, this save included.
         leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
         own: it is one of the job's own: given up for one of the script's.
@@ -137,7 +137,7 @@ class Save:
 
     @property
     def folder(self) -> Location:
-        """Where it is written to."""
+        """The place's folder or URL."""
         return self.place.location
 
     @property
@@ -156,7 +156,7 @@ class Control(Protocol):
         """Waits until something is asked of the save or the time has passed; then as :meth:`check`."""
 
     def point_of_no_return(self, save: Save) -> None:
-        """As :meth:`check`, and from now on the save cannot be given up."""
+        """Does as :meth:`check`; from now on the save cannot be given up."""
 
 
 class ChecksummedFile:

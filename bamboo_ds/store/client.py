@@ -107,7 +107,7 @@ class Store:
                 log.info("etcd no longer has the revision that was read first: %s", error)
 
     def _at_one_revision(self, prefixes: Sequence[str]) -> Snapshot:
-        """As :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""
+        """Does as :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""
         revision, found = 0, []
         for prefix in prefixes:
             request = rpc.RangeRequest(**self._keys.bounds(prefix), revision=revision)
@@ -117,7 +117,7 @@ class Store:
         return Snapshot({kv.key: kv for kv in map(self._keys.key_value, found)}, revision)
 
     def folders(self) -> list[str]:
-        """What the namespace's keys begin with up to their first slash, each once."""
+        """The beginnings of the namespace's keys up to their first slash, each once."""
         request = rpc.RangeRequest(**self._keys.bounds(""), keys_only=True)
         response = self._connection.call(_range, request).message
         parts = (self._keys.key_value(kv).key.partition("/") for kv in response.kvs)

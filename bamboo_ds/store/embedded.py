@@ -155,7 +155,7 @@ class EmbeddedEtcd:
 
     @property
     def url(self) -> str:
-        """For clients: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
+        """The URL: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
         self._running()
         return str(replace(self._served, own=self._certificates is not None))
 
@@ -172,7 +172,7 @@ class EmbeddedEtcd:
 
     @property
     def data_dir(self) -> Path:
-        """Where its data and log are while it runs."""
+        """The folder of its data and log while it runs."""
         self._running()
         assert self._data_dir is not None
         return self._data_dir
@@ -227,7 +227,7 @@ class EmbeddedEtcd:
         self._supervisor.send_signal(supervisor.KEEP)
 
     def _files(self) -> dict[str, str]:
-        """What the command expects in etcd's working directory: names and texts."""
+        """The files that the command expects in etcd's working directory: names and texts."""
         tls = self._certificates
         if tls is None:
             return {}

@@ -35,7 +35,7 @@ _STEP = 0.05
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """What a member has measured of a block: its passes of all micro-batches of an iteration, in seconds.
+    """A member's measurement of a block: its passes of all micro-batches of an iteration, in seconds.
 
     Attributes:
         stage: the stage.
@@ -52,7 +52,7 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What all members have measured.
+    """The measurements of all members.
 
     Attributes:
         seconds: cost of the passes of an iteration, by stage and block.

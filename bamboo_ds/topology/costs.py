@@ -14,7 +14,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the planner knows of a member, living or gone.
+    """The planner's facts on a member, living or gone.
 
     Attributes:
         id: member id.
@@ -145,7 +145,7 @@ class Roster:
 
 
 def block_seconds(plan: Plan, costs: Costs) -> BlockCosts:
-    """What blocks cost: ``costs.seconds`` if given, else what has been measured, else the same for every stage.
+    """The costs of blocks: ``costs.seconds`` if given, else what has been measured, else the same for every stage.
 
     Where only the cost of a stage is known its blocks are equal.
     """

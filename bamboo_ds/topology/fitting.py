@@ -62,7 +62,7 @@ class _Fitting:
         self._exchanges = _EXCHANGES
 
     def placed(self, wanted: Sequence[str | None], sign: int) -> tuple[str | None, ...]:
-        """As many shadows as find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
+        """The shadows that find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
 
         def order(rank: int) -> tuple[bool, int]:
             return (rank, wanted[rank]) not in self._held, sign * self._room.size(rank)

@@ -1,4 +1,4 @@
-"""What shadows compute for owners, while it is being found out: work on the edges of a graph of members.
+"""The search for what shadows compute for owners: work on the edges of a graph of members.
 
 A role joins its owner to its shadow. Its blocks go from the one to the other in steps, each to the next block before
 which the stage may be divided::
@@ -52,7 +52,7 @@ class Way:
 
 
 class Ground:
-    """What all divisions of a plan's stages have in common, whatever members shadow them.
+    """The part that all divisions of a plan's stages have in common, whatever members shadow them.
 
     Args:
         plan: with its owners. Its shadows do not matter.
@@ -207,11 +207,11 @@ class Lending:
 
     @property
     def shadows(self) -> Sequence[str | None]:
-        """By rank."""
+        """The shadows by rank."""
         return self._graph.shadows
 
     def lent(self) -> tuple[Lent, ...]:
-        """What shadows compute."""
+        """The lendings to shadows."""
         return tuple(
             Lent(rank, self._ways[rank].cuts[steps - 1], self._ways[rank].side)
             for rank, steps in sorted(self._steps.items())

@@ -298,7 +298,7 @@ def _settled(previous: Plan, holders: Holders) -> Holders:
 
 
 class _Targets:
-    """What the rules make of a question, by who holds copies.
+    """The targets by the rules for a question, by who holds copies.
 
     Owners share the stages by number, as their state lies evenly then, and shadows divide the work. Where that leaves a
     member too much to do, as some stages take longer than others and cannot be divided enough, they share them by time:

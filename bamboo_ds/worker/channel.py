@@ -125,7 +125,7 @@ class WorkerChannel:
 
     @classmethod
     def from_environment(cls) -> WorkerChannel | None:
-        """The channel that this process inherited from its agent; ``None`` if there is none.
+        """The channel that this process inherited from its agent, or ``None``.
 
         Its variable and the job's secret are taken out of the environment, so that child processes of the worker do
         not take themselves for workers, nor know the secret; later calls in the same process return the same channel.

@@ -1,4 +1,4 @@
-"""What one worker process has of its job: the channel to its agent, the data plane, the plan that it is in."""
+"""A job as one worker process has it: the channel to its agent, the data plane, the plan that it is in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _job: Job | None = None
 
 
 class Job:
-    """What one worker process has of its job. There is at most one per process.
+    """A job as one worker process has it. There is at most one per process.
 
     Attributes:
         channel: to the agent.
@@ -413,7 +413,7 @@ def is_replaying() -> bool:
 
 
 def job_of_main_thread() -> Job | None:
-    """This process's job; ``None``: there is none, or another thread than the main one asks."""
+    """This process's job, or ``None``, also for another thread than the main one."""
     return _job if threading.current_thread() is threading.main_thread() else None
 
 

@@ -69,7 +69,7 @@ class PlannedKill:
     sent: bool = False
 
     def problems(self, came: LossDetail | None) -> list[str]:
-        """Why this was no SIGKILL in the middle of an iteration that the others survived; empty if it was."""
+        """The reasons why this was no SIGKILL within an iteration that the others survived; empty if it was."""
         if not self.sent:
             return ["the signal was never sent"]
         if came is None:
@@ -105,11 +105,11 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Since the begin."""
+        """Seconds since the begin."""
         return time.monotonic() - self._begin
 
     def say(self, text: str) -> None:
-        """Something has happened."""
+        """Prints a line."""
         click.echo(f"[{self.seconds:5.1f} s] {text}")
 
     def step(self, step: int, loss: float, remark: str = "") -> None:
@@ -183,7 +183,7 @@ class Disturbed:
         self._course.say(f"  SIGKILL for {name}, owner of stage {kill.stage}, {where}")
 
     def _loss(self, kill: PlannedKill) -> LossDetail | None:
-        """What came of it."""
+        """The events' account of the loss that a kill has caused, if any."""
         losses = self._story.job.losses
         numbers = [loss.number for loss in losses.views if kill.member in {each.id for each in loss.members}]
         return losses.detail(numbers[0]) if kill.sent and numbers else None
@@ -268,7 +268,7 @@ def _arguments(folder: Path, config: Path, steps: int) -> list[str]:
 
 
 def _compared(stock: Path, bamboo: Path, steps: int) -> list[Proof]:
-    """What both runs left behind, bit for bit."""
+    """The comparison of both runs' results, bit for bit."""
     from .compare import compare_checkpoints, compare_losses  # loads torch
 
     rows = []

@@ -105,7 +105,7 @@ class DemoJob:
         return path
 
     def serve(self, tick: Callable[[], None]) -> None:
-        """Until all processes have ended well, calling ``tick`` every now and then.
+        """Serves until all processes have ended well, calling ``tick`` every now and then.
 
         Raises:
             LaunchError: a process failed, or nothing was heard of them for too long; with the end of their output.

@@ -1,4 +1,4 @@
-"""What a leader may do next."""
+"""The actions of a leader."""
 
 from __future__ import annotations
 

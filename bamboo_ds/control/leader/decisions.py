@@ -1,4 +1,4 @@
-"""What the leader does next, as a pure function of what is in etcd and of the time.
+"""The leader's next action, as a pure function of etcd's contents and of the time.
 
 No I/O: :mod:`.leader` supplies a :class:`~.view.View` and carries the action out.
 """
@@ -201,7 +201,7 @@ class Decider:
         return fed(view, plan, ends)
 
     def _unable(self, view: View, at: tuple[int, ...]) -> str | None:
-        """Why no worker that joins would come to where it draws the batches of ``at``; ``None``: one would."""
+        """The reason why no worker that joins would draw the batches of ``at``, or ``None``."""
         if every_rank(view):
             return (
                 "a worker that joins cannot replay what the script computes with an engine without a "
@@ -315,7 +315,7 @@ class Decider:
         return self._take_over(view, plan, [Loss(member, "abort", stuck[member], None, noticed[member])])
 
     def _cost_in(self, view: View, plan: Plan) -> Callable[[str], tuple[int, int, int]]:
-        """What the loss of a member of ``plan`` costs, to compare: roles that nobody else holds; roles; else its slot.
+        """The cost of a member's loss, to compare: roles that no other member holds; roles; else its slot.
 
         Before the engines are built nobody holds anything for others.
         """
@@ -359,7 +359,7 @@ def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
 
 
 def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:
-    """What stages take, as the members whose scripts run as them have reported; empty if not all have."""
+    """Memory of the stages, as the members whose scripts run as them have reported; empty if not all have."""
     told: dict[int, list[StageMemory]] = {}
     for report in reports:
         if report.stage is not None:

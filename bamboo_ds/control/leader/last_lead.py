@@ -1,4 +1,4 @@
-"""What a member that leads does once it is lost itself.
+"""The last plan of a leading member that has lost its worker.
 
 Without it another one would have to win the leadership, and to read all keys, before it could plan.
 """

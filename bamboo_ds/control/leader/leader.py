@@ -250,7 +250,7 @@ class Leader:
         self._store.compare_and_swap(Keys.SPEC, mirror.revision(Keys.SPEC), complete.to_json())
 
     def _prune(self, mirror: Mirror) -> None:
-        """Once in an epoch, when everybody has entered it: each leader holds a copy of all keys."""
+        """Removes stale keys, once in an epoch that all members have entered: each leader holds a copy of all keys."""
         plan = mirror.plan
         if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
             return
@@ -436,7 +436,7 @@ def _earliest(*times: float | None) -> float | None:
 
 
 def _places(plan: Plan, mirror: Mirror) -> tuple[str, ...]:
-    """Where the workers of the members of ``plan`` are reached."""
+    """The addresses of the workers of the members of ``plan``."""
     known, before = mirror.known, mirror.plan
     places = {} if before is None else dict(zip(before.members, before.places, strict=False))
     return tuple(known[m].place if m in known else places.get(m, "") for m in plan.members)

@@ -88,7 +88,7 @@ class Restarts:
         self._since: dict[tuple[str, int], float] = {}
 
     def next(self, view: View, plan: Plan, now: float) -> Assign | WritePlan | StopJob | Wait:
-        """What comes next after the fatal ``plan``; ``now`` is monotonic seconds."""
+        """The next step after the fatal ``plan``; ``now`` is monotonic seconds."""
         for key in [key for key in self._since if key[1] < plan.epoch]:
             del self._since[key]
         record = view.restart

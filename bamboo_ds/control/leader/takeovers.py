@@ -26,7 +26,7 @@ class Handover:
 
 
 class Takeovers:
-    """Those under way. Another leader does not know of them."""
+    """The takeovers under way. Another leader does not know of them."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[int, int], Handover] = {}
@@ -49,7 +49,7 @@ class Takeovers:
         return bool(self._under_way)
 
     def done(self, workers: Mapping[str, WorkerState]) -> Iterator[Handover]:
-        """Those whose new owners have entered the plan, each once."""
+        """The takeovers whose new owners have entered the plan, each once."""
         for role, each in list(self._under_way.items()):
             state = workers.get(each.after)
             if state is not None and state.epoch >= each.epoch:

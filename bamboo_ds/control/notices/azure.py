@@ -58,7 +58,7 @@ class _Event(BaseModel):
         return machine.casefold() in (name.casefold() for name in self.resources)
 
     def notice(self, source: str, now: datetime) -> Notice:
-        """What it means to a machine that it names."""
+        """The notice for a machine that the event names."""
         kind: NoticeKind = "preempt" if self.type in _PREEMPTIONS else "maintenance"
         started = self.not_before is None or self.status == "Started"
         if started or self.not_before is None:

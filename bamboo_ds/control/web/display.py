@@ -138,7 +138,7 @@ class JobPage:
         logger.info("serving the page of the job at %s; bamboo web --job %s has the token", url, job)
 
     def _url(self, server: WebServer) -> str:
-        """Where it listens; of all addresses that which other members know."""
+        """The URL at which it listens; of all addresses the one that other members know."""
         own = f"//[{self._settings.address}]:" if ":" in self._settings.address else f"//{self._settings.address}:"
         return server.url.replace("//0.0.0.0:", own).replace("//[::]:", own)
 
@@ -193,6 +193,6 @@ def _serve(
 
 
 def _abandon(opening: Future[WebServer]) -> None:
-    """What was being opened is not wanted any more."""
+    """Abandons what was being opened."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0.0)

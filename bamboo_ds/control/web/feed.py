@@ -1,4 +1,4 @@
-"""What the web server tells of a job: its file of events, followed, and what etcd tells beside it."""
+"""The web server's sources on a job: its file of events, followed, and the overview from etcd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Feed:
 
     Args:
         job: its name.
-        events: its file of events, which is read from its beginning; ``None``: there is none here.
+        events: its file of events, which is read from its beginning, or ``None``.
 
     Attributes:
         version: grows when the view changes.

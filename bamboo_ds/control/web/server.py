@@ -297,5 +297,5 @@ class WebServer:
 
 
 def _last(request: web.BaseRequest) -> str:
-    """What the last part of a path names."""
+    """The name in the last part of a path."""
     return request.path.rpartition("/")[2]

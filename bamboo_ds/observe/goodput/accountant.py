@@ -69,7 +69,7 @@ class _Recovery:
 
     @property
     def begin(self) -> float:
-        """When this member was without another one first, as far as it can tell."""
+        """The time at which this member was first without another one, as far as it can tell."""
         begin = self.end - self.told.redo_seconds - self.told.pause_seconds - (self.told.detection_seconds or 0.0)
         # Its pause may have begun before the leader was sure of the loss.
         return begin if self.fault is None else max(begin, self.fault)
@@ -205,7 +205,7 @@ class Accountant:
                 self._lost.append(life)
 
     def _first_fault(self) -> float | None:
-        """Since the last step."""
+        """The time of the first fault since the last step."""
         return min((life.end for life in self._lost), default=None)
 
     def _plan(self, plan: ev.PlanWritten, now: float) -> None:
@@ -218,7 +218,7 @@ class Accountant:
         self._started = None
 
     def _enter(self, epoch: int, now: float) -> None:
-        """Since ``now`` members compute by the plan of ``epoch``, if it is a later one."""
+        """Makes members compute by the plan of ``epoch`` from ``now`` on, if it is a later one."""
         if epoch > self._entered[0] and epoch in self._plans:
             self._idle(now)
             self._entered = epoch, now
@@ -378,14 +378,14 @@ class Accountant:
 
     @property
     def last_step(self) -> float:
-        """When the newest step ended, in seconds since the first event; ``-inf``: there is none.
+        """The end of the newest step, in seconds since the first event; ``-inf`` before the first step.
 
         Until then nothing is open but what a restart, or a finished copy, may change.
         """
         return self._steps[-1].end if self._steps else -inf
 
     def snapshot(self, until: float = inf) -> Accounted:
-        """What the members' time was spent on until the newest event, or until :attr:`last_step`."""
+        """The account of the members' time until the newest event, or until :attr:`last_step`."""
         with self._labelled(until):
             return self._added(divided(self._lives, until), until)
 

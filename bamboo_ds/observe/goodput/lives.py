@@ -22,7 +22,7 @@ from math import inf
 
 
 class Category(str, Enum):
-    """What a member's time was spent on; ``docs/reference/goodput.md`` defines each."""
+    """The uses of a member's time; ``docs/reference/goodput.md`` defines each."""
 
     PRODUCTIVE = "productive"
     REDONE = "redone"
@@ -98,12 +98,12 @@ class Life:
             self.end = max(self.since, end)
 
     def told(self, until: float) -> tuple[object, ...]:
-        """What :meth:`cut` is made of: equal for lives that are cut equally."""
+        """The input of :meth:`cut`: equal for lives that are cut equally."""
         labels = [label for label in self._labels if label[0] < until]
         return self.since == self.begin, self.since, self.end, self.dropped, *labels
 
     def mark(self) -> tuple[float, int]:
-        """What :meth:`rewind` goes back to."""
+        """The state that :meth:`rewind` goes back to."""
         return self.end, len(self._labels)
 
     def rewind(self, mark: tuple[float, int]) -> None:
@@ -159,7 +159,7 @@ class Life:
 
 
 def divided(lives: Iterable[Life], until: float = inf) -> list[tuple[list[Life], list[Interval]]]:
-    """What is not settled of the lives: of such with equal labels together, the intervals of each.
+    """The unsettled part of the lives: of those with equal labels together, the intervals of each.
 
     Most members do the same: each such group is cut once.
     """

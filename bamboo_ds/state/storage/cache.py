@@ -52,7 +52,7 @@ class Cache:
 
     @property
     def root(self) -> Path:
-        """Where all are, of all jobs of this user."""
+        """The folder of the caches of all jobs of this user."""
         return (self._place or Path(tempfile.gettempdir())) / f"{_FOLDER}-{os.getuid()}"
 
     def fetch(self, objects: Objects, name: str, manifest: Manifest) -> Path:

@@ -149,7 +149,7 @@ class MirroredFolder:
         self.store.clean(job, keep, lineage)
 
     def open(self, record: SaveRecord) -> None:
-        """Here first: members that see it in the mirror look for it here."""
+        """Opens the folder first: members that see the save in the mirror look for it here."""
         with self._here(f"{record.tag} is not written"):
             self.folder.open(record)
         self.store.open(record)
@@ -241,7 +241,7 @@ class MirroredFolder:
         self.store.remove(info, job)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Those of the mirror."""
+        """The checkpoints of the mirror."""
         return self.store.checkpoints()
 
     def whole(self, info: CheckpointInfo) -> bool:

@@ -289,7 +289,7 @@ class ObjectStore:
         return sorted(infos, key=lambda i: (i.status is Status.UNFINISHED, i.serial, i.step or 0, i.tag))
 
     def below(self, name: str) -> ObjectStore:
-        """What is below a name here."""
+        """The store of the objects below a name."""
         return ObjectStore(f"{self.location}/{name}", self.cache)
 
     def own_jobs(self) -> list[str]:
@@ -387,7 +387,7 @@ _TOLD = ("tag", "job", "step", "serial", "layout", "time", "consumed", "origin")
 
 
 def entry_of(record: SaveRecord) -> str:
-    """What a save, and its checkpoint, is called in a store."""
+    """The name of a save, and of its checkpoint, in a store."""
     return SEPARATOR.join((record.job, record.save_id, _UNUSUAL.sub("_", record.tag)[:80]))
 
 
@@ -400,7 +400,7 @@ def _given_up(record: SaveRecord) -> str:
 
 
 def _problems(manifest: Manifest, files: Found) -> list[Problem]:
-    """What differs from the manifest, by names and sizes."""
+    """The differences from the manifest, by names and sizes."""
     problems = []
     for name, expected in sorted(manifest.files.items()):
         if name not in files:
