@@ -63,7 +63,7 @@ def _is_ours() -> bool:
 
 @contextmanager
 def _told_once(doing: Callable[[], str]) -> Iterator[None]:
-    """If the body takes long, a line says so: of those that wait for a process that compiles, that one alone."""
+    """Tells once if the body takes long: of those that wait for a process that compiles, that one alone."""
 
     def tell() -> None:
         does = doing()

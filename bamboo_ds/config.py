@@ -90,7 +90,7 @@ class RedundancyConfig(ConfigPart):
         return self.park and self.mode in (RedundancyMode.AUTO, RedundancyMode.LAZY)
 
     def steps_to_check(self) -> int:
-        """How many steps are checked.
+        """The number of steps that are checked.
 
         Raises:
             ConfigError: there are no replicas, and a check is asked for.

@@ -1,4 +1,4 @@
-"""From a command line to a verdict: finds the job's parts, runs the faults, verifies, reports."""
+"""A campaign of faults from command line to verdict: finds the job's parts, runs the faults, verifies, reports."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ _LOG_TAIL = 1500
 
 @dataclass(frozen=True)
 class JoinCommand:
-    """How to start a joiner.
+    """The command that starts a joiner.
 
     Attributes:
         store: URLs of etcd.

@@ -53,7 +53,7 @@ _CHOSEN: dict[FaultKind, type[Injection]] = {
 
 @dataclass(frozen=True)
 class Conduct:
-    """How faults are carried out.
+    """The rules by which faults are carried out.
 
     Attributes:
         choice: whom they may hit; its ``nodes`` and ``reachable`` are the runner's.

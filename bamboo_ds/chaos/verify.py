@@ -1,4 +1,4 @@
-"""How a job bore its faults, from its events, their model, and the journal of what was done to it. Pure."""
+"""Verdict on how a job bore its faults, from its events, their model, and the journal of what was done to it. Pure."""
 
 from __future__ import annotations
 

@@ -112,7 +112,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 
 
 def ranks_option(members: str) -> Callable[[Command], Command]:
-    """How many ranks a job has; ``members`` is the option that says how many members start it."""
+    """The option ``--ranks`` of a command; ``members`` is its option for the number of members that start the job."""
     return click.option(
         "--ranks",
         type=click.IntRange(min=1),

@@ -92,7 +92,7 @@ def _figures(policy: PolicyReport, brief: bool) -> dict[str, str]:
 
 
 def _arranged(each: Ranked, place: str) -> dict[str, str]:
-    """How a setup of a sweep is run, by column."""
+    """The arrangement of a setup of a sweep, by column."""
     setup = each.setup
     return {
         "": place if each.fast_enough else "slow",

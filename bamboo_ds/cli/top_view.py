@@ -171,7 +171,7 @@ def _cell(view: LiveView, role: RoleView, name: Callable[[str], str]) -> Text:
 
 
 def _summary(view: LiveView, name: Callable[[str], str]) -> RenderableType:
-    """How many, where there are too many to show."""
+    """Counts, where there are too many to show."""
     states = Counter(role.state for role in view.roles)
     lent = sum(role.lent is not None for role in view.roles)
     shape = f"{counted(view.pipelines or 0, 'pipeline')} of {counted(view.stages or 0, 'stage')}"

@@ -1,4 +1,4 @@
-"""When workers may commit without etcd, and when the job may be started again without word from them. Pure, but for
+"""Times for which workers may commit without etcd, and a restart waits without word from them. Pure, but for
 the clock. See ``docs/fencing.md``.
 
 A *lineage* is what one start of the job's workers makes. Its workers commit only for so long as etcd has lately said

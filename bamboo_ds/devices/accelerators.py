@@ -111,7 +111,7 @@ def release_page_locked() -> None:
 
 
 def name_on_host(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Which of the host's devices it is, equal in all processes, whichever devices they may see.
+    """The name of the device on its host, equal in all processes, whichever devices they may see.
 
     Args:
         device: not host memory.

@@ -183,7 +183,7 @@ def _listed(names: list[str]) -> str:
 
 
 class Sparse:
-    """Which lines are told: at most one each ``SPARSE_S`` seconds, and none about what is short.
+    """A filter of lines: at most one each ``SPARSE_S`` seconds, and none about what is short.
 
     Args:
         now: monotonic seconds.

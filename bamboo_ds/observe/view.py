@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
 
 class StepPace(_Part):
-    """How fast the job is, over the newest (at most 64) committed steps."""
+    """The speed of the job, over the newest (at most 64) committed steps."""
 
     seconds: float | None = Field(None, description="duration of the newest iteration")
     median_seconds: float | None = None
@@ -174,7 +174,7 @@ class LossView(_Part):
 
 
 class SurvivorView(_Part):
-    """How one survivor recovered from a loss; see the event ``recovered``."""
+    """The recovery of one survivor from a loss; see the event ``recovered``."""
 
     id: str
     name: str

@@ -90,7 +90,7 @@ class StageSpan:
 
     @cached_property
     def work(self) -> float:
-        """How long the passes of a micro-batch take."""
+        """The time that the passes of a micro-batch take."""
         return sum(part.cost for part in self.parts)
 
     @cached_property

@@ -39,7 +39,7 @@ class Arrangement:
 
 
 class Stock:
-    """How fast stock DeepSpeed is: 1F1B, pipelines that meet in a reduction, no replicas.
+    """The speed of stock DeepSpeed: 1F1B, pipelines that meet in a reduction, no replicas.
 
     Args:
         profile: of the model.

@@ -1,4 +1,4 @@
-"""Which nodes there are, and when: of a trace, or drawn."""
+"""Markets: nodes that come and go, by a trace or drawn."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def _counted(lines: Sequence[str], name: str, draw: Random) -> Iterator[Change]:
 
 @dataclass(frozen=True)
 class Climate:
-    """How nodes are drawn.
+    """The law by which nodes are drawn.
 
     Attributes:
         hourly: share of the living nodes that is lost in an hour, besides those whose lifetime ends.

@@ -1,4 +1,4 @@
-"""How long iterations take under a plan, whole or interrupted by a loss.
+"""Durations of iterations under a plan, whole or interrupted by a loss.
 
 Passes are those of :func:`~bamboo_ds.schedule.compute_order`, by list scheduling. Pipelines that share no member are
 played each for itself, and equal ones once.

@@ -122,7 +122,7 @@ class Rented(_OfSweep):
 
 
 class Paste(_OfSweep):
-    """How to run a job with a setup."""
+    """The options and the block of a setup's job."""
 
     members: int = Field(description="-n of bamboo run, --start of bamboo join")
     ranks: int = Field(description="--ranks of both, if that is more; ranks of another launcher")
@@ -172,7 +172,7 @@ def block(setup: Setup, config: BambooConfig, profile: Profile) -> dict[str, Any
 
 
 def paste(ranked: Ranked, config: BambooConfig, profile: Profile) -> Paste:
-    """How to run a job with a setup that was simulated."""
+    """The options and the block of the job of a setup that was simulated."""
     setup = ranked.setup
     assert setup.pipelines is not None and setup.stages is not None
     settings = {

@@ -196,7 +196,7 @@ class Sweep:
         return whole.but(config=setup.config(whole.config), **size).need(setup.members)
 
     def _nodes(self, arranged: Arranged) -> int:
-        """How many of the nodes can have a role."""
+        """The number of nodes that can have a role."""
         return min(arranged.size, self.types[arranged.instance].market(0).most)
 
     def _climb(self, policy: str, among: Sequence[Arranged]) -> None:

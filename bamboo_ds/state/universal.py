@@ -96,7 +96,7 @@ def is_universal(checkpoint: Path) -> bool:
 
 @dataclass(frozen=True)
 class Loading:
-    """How a job loads a checkpoint.
+    """The way in which a job loads a checkpoint.
 
     Attributes:
         universal: whether ``checkpoint.load_universal`` is set.

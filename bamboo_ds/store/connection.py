@@ -111,7 +111,7 @@ class StaleToken(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to authenticate, if etcd wants that.
+    """Credentials for an etcd that wants authentication.
 
     Attributes:
         certificates: at an etcd of the user's.

@@ -250,7 +250,7 @@ class EmbeddedEtcd:
 
     @property
     def _served(self) -> Endpoint:
-        """As etcd itself is told it."""
+        """The endpoint as etcd itself is told it."""
         if self.address is None:
             return Endpoint("", 0, False, path=f"{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}")
         return Endpoint(self.address, self._port, secure=self._certificates is not None)

@@ -67,7 +67,7 @@ class BlockCosts:
         return sum(self.seconds[stage][begin:end])
 
     def slow(self, member: str) -> float:
-        """How many times as long as most ``member`` takes."""
+        """The slowness of ``member``: how many times as long as most it takes."""
         return self._slowness.get(member, 1.0)
 
     @cached_property

@@ -63,7 +63,7 @@ def memory_of(plan: Plan, members: Iterable[Candidate]) -> list[tuple[str, int, 
 
 
 def undivided(plan: Plan) -> list[str]:
-    """Which stages of ``plan`` are computed whole in any case, and why."""
+    """Lines on the stages of ``plan`` that are computed whole in any case, and why."""
     layout = plan.world
     if layout.slices > 1:
         return ["all stages are computed whole: with tensor slices they cannot be divided"]

@@ -36,7 +36,7 @@ _WORTH = 0.02
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """How a stage is divided, step by step from one side on.
+    """The division of a stage, step by step from one side on.
 
     Attributes:
         side: the part that the shadow has.
@@ -164,7 +164,7 @@ class Lending:
 
     @property
     def work(self) -> float:
-        """How much shadows compute in all."""
+        """The amount of work that shadows compute in all."""
         return sum(self._ways[rank].shares[steps] for rank, steps in self._steps.items())
 
     @property
@@ -184,7 +184,7 @@ class Lending:
 
     @property
     def rating(self) -> tuple[float, int, int, float]:
-        """Of several divisions the one with the smallest is the best: its slowest member, their number, spans, work."""
+        """The rating of the division, the smaller the better: slowest member, number of such, spans, work."""
         return round(self.slowest, 9), self._tied, self._spans, self.work
 
     @property
@@ -260,7 +260,7 @@ class Lending:
         return False
 
     def _next(self, rank: int, member: str) -> list[tuple[Way, int]]:
-        """How one step of a role may go from ``member`` to the other one that holds it: each the way, and its step."""
+        """The steps of roles that may go from ``member`` to their other holders: each the way, and its step."""
         way, steps = self._ways[rank], self._steps[rank]
         if member != self._ground.owners[rank]:
             return [(way, steps - 1)] if steps else []

@@ -1,4 +1,4 @@
-"""How much members have to do, sorted at all times."""
+"""Loads of members, sorted at all times."""
 
 from __future__ import annotations
 

@@ -203,7 +203,7 @@ def takeover(
 
 
 def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...]:
-    """Of several holders the one with the smallest takes a role over from ``gone``: that which owns fewest roles."""
+    """The preference of a holder as heir of ``gone``, the smaller the better: that which owns fewest roles."""
     return (duties,)
 
 

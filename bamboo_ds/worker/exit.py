@@ -1,4 +1,4 @@
-"""How a worker's script ends, what its agent and its peers are told of that, and with which exit code."""
+"""The end of a worker's script: its exit code, and what its agent and its peers are told."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job starts again after a fatal loss, as the leader sees it. Pure.
+"""Restarts of a job after a fatal loss, as the leader sees them. Pure.
 
 Every worker ends, and every agent waits, registered but without a worker. The leader waits for those that are on their
 way back and for as many as the job needs, and says who starts which workers: one for every rank, several on a member
@@ -33,7 +33,7 @@ from .view import View
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """How long a restart waits.
+    """The limits of a restart's waits.
 
     Attributes:
         return_s: seconds that members on their way back are waited for.

@@ -1,4 +1,4 @@
-"""How the control plane's processes get at etcd: URLs as arguments, secrets through the environment."""
+"""Access of the control plane's processes to etcd: URLs as arguments, secrets through the environment."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ def state_of(member: MemberRecord, plan: Plan | None, listed: bool) -> str:
 
 
 def ending_of(left: LeftRecord) -> str:
-    """How a member went."""
+    """The way in which a member went."""
     if left.outcome == "finished":
         return left.outcome
     return f"left ({left.detail})" if left.outcome == "left" else f"{left.outcome} ({left.reason} {left.detail})"

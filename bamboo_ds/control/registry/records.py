@@ -52,7 +52,7 @@ class WorkerRecord(Record):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         raise NotImplementedError
 
 
@@ -263,7 +263,7 @@ class LayoutRecord(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.report(self.id)
 
 
@@ -299,7 +299,7 @@ class WorkerState(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.worker(self.id)
 
 
@@ -317,7 +317,7 @@ class SuspicionRecord(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.suspect(self.by)
 
 

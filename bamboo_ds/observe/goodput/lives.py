@@ -38,7 +38,7 @@ class Category(str, Enum):
 
 
 class Rank(IntEnum):
-    """Which of two labels holds where they overlap: the greater one, among equals the later one."""
+    """The rank of a label: of two that overlap the greater one holds, among equals the later one."""
 
     START = 0
     GAP = 1

@@ -101,7 +101,7 @@ class ObjectStore:
         return self.objects.size(f"{entry_of(record)}/{SAVE}") is not None
 
     def is_given_up(self, record: SaveRecord) -> bool:
-        """As above."""
+        """Whether the save was given up."""
         return self.objects.size(_given_up(record)) is not None
 
     def create(self, record: SaveRecord, name: str) -> Upload:
@@ -270,7 +270,7 @@ class ObjectStore:
             return None
 
     def prune(self, job: str, keep: int, newest: Path | str) -> None:
-        """As :func:`..publish.prune`."""
+        """Does as :func:`..publish.prune`."""
         own = [i for i in self.checkpoints() if i.status is Status.COMPLETE and i.job == job]
         for info in own[: max(0, len(own) - max(1, keep))]:
             if info.path != newest and not info.latest:
