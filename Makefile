@@ -94,7 +94,7 @@ $(TRANSFORMERS)/.installed: Makefile
 	$(BIN)/python -m pip install --quiet --no-compile --target $(TRANSFORMERS) transformers==4.57.6
 	touch $@
 
-# Lists of settings, events, options and claims in docs/ are made from the code.
+# Settings and events in docs/ are listed from the code.
 docs: install
 	$(BIN)/python -m tests.support.docs
 

@@ -31,7 +31,7 @@ _Installer = TypeVar("_Installer", bound=Installer)
 
 
 def on_plan_change(listener: _Listener) -> _Listener:
-    """Have ``listener(view)`` called after each change of the plan: a loss, a join, a departure, stages that move.
+    """Has ``listener(view)`` called after each change of the plan: a loss, a join, a departure, stages that move.
 
     For scripts that cache more than DeepSpeed does, such as which ranks live. It is called in the main thread of every
     member, when the new plan is in force and before the interrupted operation goes on, that is inside ``train_batch``
@@ -51,7 +51,7 @@ def on_plan_change(listener: _Listener) -> _Listener:
 
 
 def on_stage_built(installer: _Installer) -> _Installer:
-    """Have ``installer(module, stage)`` called on every copy of a stage that is built: the script's own and replicas.
+    """Has ``installer(module, stage)`` called on every copy of a stage that is built: the script's own and replicas.
 
     For hooks on layers and parameters, which a script would otherwise put on its own stage only. It is called when the
     layers are constructed and before DeepSpeed casts them or makes an optimizer; on the script's own stage inside
@@ -104,7 +104,7 @@ def speaks_for(rank: int) -> bool:
 
 
 def for_each_stage(engine: Any, function: Callable[[Any], _Result]) -> list[_Result]:
-    """Call ``function(engine)`` once for each stage that this process computes now, by rank.
+    """Calls ``function(engine)`` once for each stage that this process computes now, by rank.
 
     For files that each rank writes of its stage, such as adapters. In ``function`` the engine is that of the stage:
     ``engine.module`` (use it, not the ``PipelineModule`` that the script has built), ``stage_id``, ``global_rank``,

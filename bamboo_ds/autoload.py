@@ -75,7 +75,7 @@ class _PatchingFinder(importlib.abc.MetaPathFinder):
 
 
 def _adopt_slurm() -> None:
-    """Give a task of ``srun`` in a bamboo job the variables that scripts ask for before they build process groups."""
+    """Gives a task of ``srun`` in a bamboo job the variables that scripts ask for before they build process groups."""
     from . import config, variables
     from .launchers import ranks
 
@@ -85,7 +85,7 @@ def _adopt_slurm() -> None:
 
 
 def autoload() -> None:
-    """Install the import hook. Idempotent."""
+    """Installs the import hook. Idempotent."""
     if any(isinstance(finder, _PatchingFinder) for finder in sys.meta_path):
         return
     if "SLURM_PROCID" in os.environ:

@@ -1,4 +1,4 @@
-"""Where versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.15) differ in what bamboo_ds needs of them."""
+"""Differences between versions of DeepSpeed (0.16 to 0.19) and torch (2.6 to 2.15) that concern bamboo_ds."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _low_precision(engine: Any) -> torch.dtype:
 
 
 def cast_module(engine: Any) -> None:
-    """Give ``engine.module`` the precision that DeepSpeed has given to the engine's own stage."""
+    """Gives ``engine.module`` the precision that DeepSpeed has given to the engine's own stage."""
     if not (engine.fp16_enabled() or engine.bfloat16_enabled()):
         return
     if not hasattr(engine, "_cast_module_mixed_precision"):  # before 0.19.2 buffers have the precision of parameters
@@ -50,7 +50,7 @@ def wrap_optimizer(engine: Any, optimizer: Any, like: Any) -> Any:
 
 
 def loss_scaler(wrapper: Any) -> Any:
-    """What keeps the numbers of the loss scale of an fp16 optimizer without ZeRO."""
+    """The object with the loss scale's numbers of an fp16 optimizer without ZeRO."""
     return getattr(wrapper, "loss_scale_config", wrapper)  # before 0.18 the optimizer itself
 
 
@@ -90,7 +90,7 @@ def averages_gradients(reducing: Any) -> bool:
 
 
 def use_zero_gradient(zero: Any, group: int, gradient: torch.Tensor) -> None:
-    """Make ``gradient`` the averaged one of the shard of parameter ``group``."""
+    """Makes ``gradient`` the averaged one of the shard of parameter ``group``."""
     zero.averaged_gradients[group] = [gradient]
     if hasattr(zero, "all_grad_tensors"):  # since 0.17
         zero.all_grad_tensors[group] = None

@@ -30,7 +30,7 @@ _WAITS = "waits for process"
 
 
 def patch(module: ModuleType) -> None:
-    """Wrap ``torch.utils.cpp_extension.load``."""
+    """Wraps ``torch.utils.cpp_extension.load``."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -63,7 +63,7 @@ def _is_ours() -> bool:
 
 @contextmanager
 def _told_once(doing: Callable[[], str]) -> Iterator[None]:
-    """If the body takes long, a line says so: of those that wait for a process that compiles, that one alone."""
+    """Tells once if the body takes long: of those that wait for a process that compiles, that one alone."""
 
     def tell() -> None:
         does = doing()
@@ -81,7 +81,7 @@ def _told_once(doing: Callable[[], str]) -> Iterator[None]:
 
 
 def state(name: str, lock: Path) -> str:
-    """What this process, which loads extension ``name``, does or waits for."""
+    """The state of this process, which loads extension ``name``: its work, or what it waits for."""
     try:
         age_s = time.time() - lock.stat().st_mtime
     except FileNotFoundError:

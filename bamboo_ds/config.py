@@ -40,45 +40,43 @@ class RedundancyConfig(ConfigPart):
 
     mode: RedundancyMode = Field(
         RedundancyMode.AUTO,
-        description="`none`, `lazy-frc-lazy-brc`, `eager-frc-lazy-brc`, `eager-frc-eager-brc`, or `auto`: "
-        "`eager-frc-lazy-brc` on members with room for it on their device, and on those without a device; "
-        "`lazy-frc-lazy-brc` on the others, see [Memory](../guides/even-shares.md#memory)",
+        description="redundant work before a loss, one of [these modes](../concepts.md#redundant-computation)",
     )
     memory_budget_mb: float | None = Field(
         None,
         gt=0,
-        description="bound in MiB on what redundant forward passes keep for a later backward; `null`: half of what is "
-        "free on the device, divided by the members on it; none in host memory",
+        description="limit in MiB for what redundant forward passes keep for a later backward; `null`: half of "
+        "the device's free memory, divided by the members on it; none in host memory",
     )
     sync_every: Literal["auto"] | NonNegativeInt = Field(
         "auto",
-        description="micro-batches after which a stage sends its sums of gradients to its shadow, so that a loss costs "
-        "a few micro-batches of the stage; 0: never; `auto`: as often as at most 30 % of the network's time and 3 % of "
-        "the passes' bear; where members compute on processors, 3 % of either",
+        description="micro-batches between two [sums](../concepts.md#sums) that a stage sends to its shadow; 0: "
+        "never; `auto`: as few as 30 % of the network's time and 3 % of the passes' allow; "
+        "where members compute on processors, 3 % of either",
     )
     park: bool = Field(
         True,
-        description="replicas that compute nothing are in host memory: with `lazy-frc-lazy-brc` and `auto`, on other "
-        "devices than CPUs, with optimizers that compute each element by itself; see [Memory]"
-        "(../guides/even-shares.md#memory)",
+        description="whether replicas that compute nothing wait in host memory, see "
+        "[Memory](../guides/even-shares.md#memory)",
     )
     verify_every: int = Field(
-        100, ge=0, description="compare checksums of owner and replica every so many steps; 0: never"
+        100, ge=0, description="steps between two comparisons of the checksums of owner and replica; 0: never"
     )
     on_mismatch: Literal["stop", "warn", "evict"] = Field(
         "stop",
-        description="after a second difference of a replica: `stop` ends the job; `warn`: the stage stays without "
-        "replica until the plan changes; `evict`: like `stop`, but with several pipelines and without ZeRO a member is "
-        "[lost](../guides/exactness.md#a-member-with-wrong-state) whose copy differs from most others. When owner and "
-        "shadow of a stage with running statistics or the like are lost: `stop` and `evict`: a fatal loss; `warn`: the "
-        "stage goes on with another pipeline's",
+        description="consequence of a second difference of a replica: `stop` ends the job; `warn`: the stage "
+        "stays without replica until the plan changes; `evict`: with several pipelines and without "
+        "ZeRO a member is [lost](../guides/exactness.md#a-member-with-wrong-state) whose copy "
+        "differs from most others, else `stop`. Where owner and shadow of a stage with running "
+        "statistics or the like are lost, with `warn` the stage goes on with another pipeline's, "
+        "else the loss is fatal",
     )
     check_exact: int | None = Field(
         None,
         ge=0,
-        description="in so many steps from the first on rehearse the takeover of every stage and compare all that its "
-        "shadow computes, and the replicas, bit for bit; 0: never; `null`: 3, and 0 "
-        "without replicas; see [Checking exactness](../guides/exactness.md)",
+        description="number of first steps in which the takeover of every stage is rehearsed and compared bit "
+        "for bit, see [Checking exactness](../guides/exactness.md); 0: none; `null`: 3, and 0 "
+        "without replicas",
     )
 
     @property
@@ -92,7 +90,7 @@ class RedundancyConfig(ConfigPart):
         return self.park and self.mode in (RedundancyMode.AUTO, RedundancyMode.LAZY)
 
     def steps_to_check(self) -> int:
-        """How many steps are checked.
+        """The number of steps that are checked.
 
         Raises:
             ConfigError: there are no replicas, and a check is asked for.
@@ -117,14 +115,13 @@ class MembershipConfig(ConfigPart):
     start_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="the same before a worker's first step, when it loads libraries; `null`: 60, or "
-        "`heartbeat_timeout_s` if that is set. A number also bounds the time until the first heartbeat, which comes "
-        "with `init_distributed`",
+        description="the same before a worker's first step, while it loads libraries; `null`: 60, or "
+        "`heartbeat_timeout_s` if that is set. A number also bounds the time until `init_distributed`",
     )
     hang_timeout_s: float | None = Field(
         None,
         gt=0,
-        description="seconds until a worker is killed that computes without getting on; `null`: ten times its longest "
+        description="seconds until a computing worker without progress is killed; `null`: ten times its longest "
         "instruction, at least 300 s, from the second iteration on",
     )
     fence_s: float | None = Field(
@@ -165,9 +162,9 @@ class CommConfig(ConfigPart):
 
     cuda_backend: Literal["nccl", "gloo"] = Field(
         "nccl",
-        description="what reduces tensors on GPUs and runs a script's collectives of them: `gloo` takes them through "
-        "host memory, for several workers on one GPU, which NCCL refuses. Boundary tensors, gradients of replicas and "
-        "copies of state go through host memory and TCP with either",
+        description="backend of reductions on GPUs and of a script's collectives of their tensors: `gloo` takes "
+        "them through host memory, for several workers on one GPU, which NCCL refuses. All other "
+        "data goes through host memory and TCP with either",
     )
 
 
@@ -191,8 +188,8 @@ class RecoveryConfig(ConfigPart):
     )
     on_exception: Literal["stop", "takeover"] = Field(
         "stop",
-        description="what a worker does to the job that fails by itself, by an exception or an exit code: `stop` ends "
-        "it; `takeover`: the worker is lost like any other, unless the step fails again",
+        description="consequence of a worker's own failure, by an exception or an exit code: `stop` ends the "
+        "job; `takeover`: the worker is lost like any other, unless the step fails again",
     )
 
 
@@ -226,9 +223,9 @@ class TopologyConfig(ConfigPart):
 
     zones_apart: bool = Field(
         True,
-        description="whether shadows are in other zones than their owners (`--zone`), so that the loss of a zone is no "
-        "fatal loss; where no member has to hold more for it, and only these two have the state: with one pipeline, or "
-        "with ZeRO. It sends gradients from zone to zone",
+        description="whether shadows are in other zones than their owners (`--zone`), so that the loss of a zone "
+        "is not fatal: with one pipeline, or with ZeRO, where no member has to hold more for it. It "
+        "sends gradients from zone to zone",
     )
 
     @property
@@ -242,8 +239,8 @@ class ObserveConfig(ConfigPart):
 
     checksums: bool = Field(
         False,
-        description="whether every batch gets a checksum, with which the events of steps tell what they have consumed; "
-        "`bamboo goodput` [verifies](goodput.md#samples) that each sample was consumed once",
+        description="whether every batch gets a checksum, by which `bamboo goodput` "
+        "[verifies](goodput.md#samples) that each sample was consumed once",
     )
     http: str | None = Field(
         None,
@@ -251,14 +248,12 @@ class ObserveConfig(ConfigPart):
         "(../guides/observing.md) of the job, and nowhere else; without `HOST` at its own address, which suits several "
         "hosts; port 0: any. `null`: no page",
     )
-    control: bool = Field(
-        False, description="whether who may see that page may also end the job from there, and ask members to leave"
-    )
+    control: bool = Field(False, description="whether the page may also end the job and ask members to leave")
     timeline: Literal["losses", "all", "off"] = Field(
         "losses",
-        description="which instructions of workers are kept beside the events, for `bamboo trace` and `bamboo plot`: "
-        "`losses`: those of some iterations around each loss and each change of plan; `all`; `off`: none. See "
-        "[Timelines](../guides/timelines.md)",
+        description="instructions of workers that are [kept](../guides/timelines.md#what-is-recorded) for "
+        "`bamboo trace` and `bamboo plot`: `losses`: those around each loss and each change of plan; "
+        "`all`; `off`: none",
     )
 
     @field_validator("http")
@@ -278,7 +273,7 @@ class NoticesConfig(ConfigPart):
 
     sources: tuple[SourceName, ...] = Field(
         (),
-        description="who says that a node is about to vanish, or that its device fails: any of "
+        description="sources of the news that a node is about to vanish, or that its device fails: any of "
         + ", ".join(f"`{name}`" for name in SOURCE_NAMES),
     )
     poll_s: float = Field(1.0, gt=0, allow_inf_nan=False, description="seconds between two questions to a source")
@@ -383,7 +378,7 @@ def _explain(error: ValidationError) -> str:
 
 
 def parse_block(block: Any) -> BambooConfig:
-    """Validate a ``"bamboo"`` block.
+    """Validates a ``"bamboo"`` block.
 
     Raises:
         ConfigError: names every wrong setting and its cure.

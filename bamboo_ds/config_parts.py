@@ -12,7 +12,7 @@ from .addresses import check_storage_url, is_url
 
 
 class RedundancyMode(str, Enum):
-    """What a shadow computes ahead of a loss (the paper's three modes, one of two of them, and none at all)."""
+    """Redundant work ahead of a loss (the paper's three modes, one that chooses between two of them, and none)."""
 
     AUTO = "auto"
     NONE = "none"

@@ -55,7 +55,7 @@ def _decoded(text: str) -> Mapping[str, Any]:
 
 
 def _parse(text: str, once: bool) -> Any:
-    """What DeepSpeed reads in ``text``; ``once``: without a key twice. Raises ``ValueError``, ``IndexError``."""
+    """DeepSpeed's reading of ``text``; ``once``: without a key twice. Raises ``ValueError``, ``IndexError``."""
     import hjson  # here: not every start needs it
 
     return hjson.loads(text, object_pairs_hook=_with_keys_once if once else None)

@@ -34,7 +34,7 @@ class BambooError(Exception):
 
 
 class UserError(BambooError):
-    """What a user has given cannot be used; the message says what to do. Workers show it without frames of packages.
+    """Unusable input of a user; the message says what to do. Workers show it without frames of packages.
 
     Attributes:
         told_by: the member that has told of it, where all raise the same.
@@ -280,6 +280,6 @@ class TransferError(BambooError, RuntimeError):
 
 
 def faults_of(error: ValidationError) -> str:
-    """What is wrong in something that was read, without the values: there are secrets among them."""
+    """The faults of something that was read, without the values: there are secrets among them."""
     faults = error.errors(include_url=False, include_input=False, include_context=False)
     return "; ".join(f"{'.'.join(map(str, fault['loc'])) or 'the whole'}: {fault['msg']}" for fault in faults)

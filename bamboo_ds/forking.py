@@ -25,7 +25,7 @@ _fork = os.fork
 
 
 def only_here(opened: socket.socket) -> socket.socket:
-    """Have every process that this one forks close its copy of a socket; returns it."""
+    """Has every process that this one forks close its copy of a socket; returns it."""
     _ours.add(opened)
     return opened
 
@@ -41,7 +41,7 @@ os.register_at_fork(after_in_child=_leave_to_parent)
 
 
 def make_forks_sure() -> None:
-    """Have this process's ``os.fork`` be :func:`sure_fork` where the interpreter needs it. Idempotent.
+    """Has this process's ``os.fork`` be :func:`sure_fork` where the interpreter needs it. Idempotent.
 
     CPython before 3.12.1 has a lock that other threads hold for a microsecond without holding the interpreter's, when
     they call Python for the first time. A child that is forked just then waits for it for ever (gh-112275): gloo's
@@ -52,7 +52,7 @@ def make_forks_sure() -> None:
 
 
 def sure_fork() -> int:
-    """As ``os.fork``; a child that hangs before it has come to run any code is killed, and another one forked."""
+    """``os.fork``, but a child that hangs before it has come to run any code is killed, and another one forked."""
     while True:
         reading, writing = os.pipe()
         try:

@@ -1,4 +1,4 @@
-"""Which starts of a job's workers may still write into a folder that they share with later ones.
+"""Fencing of a job's earlier starts: which of them may still write into a folder shared with later ones.
 
 A lineage (see :mod:`bamboo_ds.control.fencing`) that begins where another one has ended says so by empty files in the
 folder, ``.bamboo-over~<origin>~<generation>`` for every generation before it. Files only come, so that whoever looks
@@ -22,7 +22,7 @@ def mark_of(origin: str, generation: int) -> str:
 
 
 def supersede(folder: Path, lineage: Lineage) -> None:
-    """From now on earlier lineages of the job may not write into ``folder``, which exists; raises ``OSError``.
+    """Stops earlier lineages of the job from writing into ``folder``, which exists; raises ``OSError``.
 
     Idempotent. Those that looked before may be about to write.
     """

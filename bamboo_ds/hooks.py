@@ -1,4 +1,4 @@
-"""What the import hook changes in DeepSpeed (see :mod:`bamboo_ds.autoload`)."""
+"""Changes of the import hook to DeepSpeed (see :mod:`bamboo_ds.autoload`)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ logger = logging.getLogger("bamboo_ds")
 
 
 def patch_comm(module: ModuleType) -> None:
-    """Wrap ``deepspeed.comm.comm.init_distributed``."""
+    """Wraps ``deepspeed.comm.comm.init_distributed``."""
 
     def wrap(original: Any) -> Any:
         @functools.wraps(original)
@@ -38,7 +38,7 @@ def patch_comm(module: ModuleType) -> None:
 
 
 def patch_engine(module: ModuleType) -> None:
-    """Make ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block.
+    """Makes ``PipelineEngine(config=...)`` build a bamboo engine where the configuration has the block.
 
     Args:
         module: DeepSpeed's, of its engines.
@@ -68,7 +68,7 @@ def patch_engine(module: ModuleType) -> None:
 
 
 def patch_pipe(module: ModuleType) -> None:
-    """Have ``PipelineModule`` say which numbers of ranks would do, in a job that has another one."""
+    """Has ``PipelineModule`` say which numbers of ranks would do, in a job that has another one."""
 
     def wrap(original: Any) -> Any:
         signature = inspect.signature(original)
@@ -130,7 +130,7 @@ def _engine_class(cls: type) -> type:
 
 
 def _place(cls: type) -> str:
-    """Where a class is defined."""
+    """The place where a class is defined."""
     try:
         return f"{inspect.getsourcefile(cls)}:{inspect.getsourcelines(cls)[1]}"
     except (OSError, TypeError):  # there is no file
@@ -138,7 +138,7 @@ def _place(cls: type) -> str:
 
 
 def warn_of_fault(version: str, model: Any, config: Any, environ: Mapping[str, str]) -> None:
-    """Say once in a job, as rank 0, what DeepSpeed itself computes wrongly in the ``version`` that is installed.
+    """Says once in a job, as rank 0, what DeepSpeed itself computes wrongly in the ``version`` that is installed.
 
     Args:
         model: a ``PipelineModule``.
@@ -153,7 +153,7 @@ def warn_of_fault(version: str, model: Any, config: Any, environ: Mapping[str, s
 
 
 def align_local_rank(arguments: Any, environ: Mapping[str, str], argv: Sequence[str]) -> None:
-    """Give the script's ``arguments`` the local rank that DeepSpeed goes by, where the option's default stands there.
+    """Gives the script's ``arguments`` the local rank that DeepSpeed goes by, where the option's default stands there.
 
     DeepSpeed refuses another one, but its own launcher alone gives each process the option.
     """

@@ -83,7 +83,7 @@ class JobSettings(BaseModel):
         return resolved
 
     def of_script(self, block: BambooConfig) -> BambooConfig:
-        """What a script with ``block`` goes by in this job.
+        """The settings of this job for a script with ``block``.
 
         Raises:
             ConfigError: names the settings that differ from the job's.
@@ -132,7 +132,7 @@ class JobSettings(BaseModel):
         return JobSettings(values=block, given=self.given)
 
     def public(self) -> JobSettings:
-        """As everybody may read them."""
+        """These settings without credentials."""
         return self.model_copy(update={"values": without_credentials(self.values)})
 
     def with_credentials(self, own: BambooConfig) -> JobSettings:
@@ -157,7 +157,7 @@ def _shown(block: BambooConfig, path: str) -> str:
 
 
 def _check(block: BambooConfig) -> None:
-    """Raise :class:`ConfigError` if two settings contradict each other."""
+    """Raises :class:`ConfigError` if two settings contradict each other."""
     block.redundancy.steps_to_check()
     ttl = block.membership.lease_ttl_s
     if block.fence_s is not None and block.fence_s < 2 * ttl:

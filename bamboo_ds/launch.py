@@ -1,4 +1,4 @@
-"""What happens when a script asks for its process groups: a bamboo job's, another launcher's rank, or stock."""
+"""The start of a script's process groups: of a bamboo job, of another launcher's rank, or stock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _begun = False
 
 
 def before_init_distributed(timeout: timedelta | None = None, config: Any = None) -> None:
-    """Create the process groups of a bamboo job; does nothing in any other job.
+    """Creates the process groups of a bamboo job; does nothing in any other job.
 
     Called before ``deepspeed.init_distributed`` does its work. The block is looked for in ``config`` and on the
     command line (``--deepspeed_config``). A process of ``bamboo run`` or ``bamboo launch`` whose configuration is not
@@ -78,7 +78,7 @@ def _is_ours() -> bool:
 
 
 def _become_supervisor(settings: BambooConfig | None, timeout: timedelta) -> None:
-    """Leave the script to a worker, if another launcher has started this process and the job is a bamboo job."""
+    """Leaves the script to a worker, if another launcher has started this process and the job is a bamboo job."""
     from .launchers import ranks
 
     if settings is None:
@@ -96,7 +96,7 @@ def _become_supervisor(settings: BambooConfig | None, timeout: timedelta) -> Non
 
 
 def _disable_shared_memory_collectives() -> None:
-    """Switch DeepSpeed's CPU shared-memory collective off: it spins for ever on a dead peer.
+    """Switches DeepSpeed's CPU shared-memory collective off: it spins for ever on a dead peer.
 
     ``deepspeed.comm.torch`` as an attribute is torch itself; the module is only in ``sys.modules``.
     """

@@ -33,14 +33,14 @@ _evaluating = False
 
 
 def patch(module: ModuleType) -> None:
-    """Wrap what ``module`` defines of Megatron's output."""
+    """Wraps what ``module`` defines of Megatron's output."""
     for name, wrap in _WRAPPERS.items():
         if getattr(vars(module).get(name), "__module__", None) == module.__name__:
             patching.patch(module, name, functools.partial(wrap, module=module))
 
 
 def patch_everywhere(names: Iterable[str]) -> None:
-    """Wrap what the modules ``names`` define by now, also where other modules have imported it before."""
+    """Wraps what the modules ``names`` define by now, also where other modules have imported it before."""
     wrapped: dict[int, Any] = {}
     for name in names:
         module = sys.modules.get(name)
@@ -55,7 +55,7 @@ def patch_everywhere(names: Iterable[str]) -> None:
 
 
 def _as_speaker(rank: int) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that compares the process's rank with ``rank`` and makes no collective."""
+    """A wrapper of a function that compares the process's rank with ``rank`` and makes no collective."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         @functools.wraps(original)
@@ -88,7 +88,7 @@ def _no_collective(ranks: tuple[int, ...], operation: str, arguments: tuple[Any,
 
 
 def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Function]:
-    """Of a function that returns a writer of values, which ``setter`` opens on one rank if ``settings`` ask for it."""
+    """A wrapper of a function that returns a writer, which ``setter`` opens on one rank if ``settings`` say so."""
 
     def wrap(original: Function, module: ModuleType) -> Function:
         tried = wrote = False
@@ -115,7 +115,7 @@ def _writer(setter: str, *settings: str) -> Callable[[Function, ModuleType], Fun
 
 
 def _open(module: ModuleType, setter: str, settings: tuple[str, ...], rank: int) -> None:
-    """Have ``setter`` open a writer in this process as it would on ``rank``; a failure does not end the training."""
+    """Has ``setter`` open a writer in this process as it would on ``rank``; a failure does not end the training."""
     try:
         arguments = copy.copy(module.get_args())
         if any(getattr(arguments, name, None) for name in settings):

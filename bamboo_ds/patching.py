@@ -24,7 +24,7 @@ MEGATRON = (
 
 
 def patch(module: ModuleType | type, name: str, wrap: Callable[[Any], Any]) -> None:
-    """Replace what a module or a class defines as ``name`` by what ``wrap`` makes of it, unless that is done."""
+    """Replaces what a module or a class defines as ``name`` by what ``wrap`` makes of it, unless that is done."""
     original = vars(module)[name]
     if not hasattr(original, MARK):
         wrapped = wrap(original)

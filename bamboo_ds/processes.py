@@ -37,7 +37,7 @@ def boot_id() -> str:
 
 @lru_cache(maxsize=1)
 def process_space() -> str:
-    """Where this process's process ids mean something: the running kernel and the namespace of process ids."""
+    """The scope of this process's process ids: the running kernel and the namespace of process ids."""
     return f"{boot_id()} {os.readlink('/proc/self/ns/pid')}"
 
 
@@ -64,7 +64,7 @@ def _target(link: Path) -> str | None:
 
 
 def started(pid: int) -> int | None:
-    """When process ``pid`` began, in clock ticks since the boot; ``None`` if there is no such process.
+    """The start of process ``pid``, in clock ticks since the boot, or ``None``.
 
     With the process id this names a process for good.
     """
@@ -73,7 +73,7 @@ def started(pid: int) -> int | None:
 
 
 def status_of(pid: int) -> list[str] | None:
-    """What the kernel tells of process ``pid``, from its state on (proc_pid_stat(5)); ``None`` if there is none."""
+    """The kernel's status of process ``pid``, from its state on (proc_pid_stat(5)), or ``None``."""
     return _read_status(Path(f"/proc/{pid}/stat"))
 
 
@@ -144,19 +144,19 @@ class Tether:
             raise
 
     def await_death(self) -> None:
-        """Wait until the thread that holds it has died, or its process has called ``exec``. One must hold it."""
+        """Waits until the thread that holds it has died, or its process has called ``exec``. One must hold it."""
         _libc.pthread_mutex_lock(self._mutex)
 
     def __enter__(self) -> Tether:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Close :attr:`fd`; the memory stays."""
+        """Closes :attr:`fd`; the memory stays."""
         os.close(self.fd)
 
 
 def hold_tether(environ: MutableMapping[str, str]) -> None:
-    """Hold the tether that this process has from its agent, if it has one, until this thread's death.
+    """Holds the tether that this process has from its agent, if it has one, until this thread's death.
 
     Of several interpreters that a worker's command runs in turn the first one holds it.
     """
@@ -185,7 +185,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def die_with_parent(signum: int, parent_pid: int) -> None:
-    """Have the kernel send ``signum`` to this process when its parent's main thread dies.
+    """Has the kernel send ``signum`` to this process when its parent's main thread dies.
 
     The parent may be dead already; then the signal is sent at once.
     """
@@ -195,12 +195,12 @@ def die_with_parent(signum: int, parent_pid: int) -> None:
 
 
 def adopt_orphans() -> None:
-    """Make this process the parent of all descendants whose own parents die."""
+    """Makes this process the parent of all descendants whose own parents die."""
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def reap_adopted(own: Collection[int]) -> None:
-    """Collect dead children that became ours since their parents had died; those in ``own`` have somebody who does."""
+    """Collects dead children that became ours since their parents had died; those in ``own`` have somebody who does."""
     for child in psutil.Process().children():
         if child.pid in own:
             continue
@@ -212,7 +212,7 @@ def reap_adopted(own: Collection[int]) -> None:
 
 
 def end_descendants(spare: Collection[int] = (), grace_s: float = _LEFTOVER_GRACE_S) -> None:
-    """End every child of this process, and theirs: SIGTERM, after ``grace_s`` seconds SIGKILL.
+    """Ends every child of this process, and theirs: SIGTERM, after ``grace_s`` seconds SIGKILL.
 
     Children with process ids in ``spare`` keep theirs and live.
     """

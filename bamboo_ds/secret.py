@@ -55,7 +55,7 @@ class JobSecret:
         return bool(self.text)
 
     def tag(self, purpose: str, *parts: str | bytes | int) -> bytes:
-        """What proves knowledge of the secret and of ``parts``, for ``purpose`` only; :data:`TAG` bytes."""
+        """The proof of knowledge of the secret and of ``parts``, for ``purpose`` only; :data:`TAG` bytes."""
         digest = hmac.new(self.text.encode(), digestmod="sha256")
         for part in (purpose, *parts):
             data = part if isinstance(part, bytes) else str(part).encode()
@@ -96,7 +96,7 @@ def split(sealed: str) -> tuple[str, bytes]:
 
 
 def given(environ: Mapping[str, str]) -> JobSecret | None:
-    """The secret that the user has set; ``None`` if there is none.
+    """The secret that the user has set, or ``None``.
 
     Raises:
         ConfigError: it is too short, or its file cannot be read or can be read by others.
@@ -152,12 +152,12 @@ def folder() -> Path:
 
 
 def file_of(job: str) -> Path:
-    """Where the secret of a job lies that this host takes part in."""
+    """The path of the secret of a job that this host takes part in."""
     return folder() / f"{job}.secret"
 
 
 def keep(job: str, secret: JobSecret) -> None:
-    """Let this user's processes on this host find the secret of ``job``."""
+    """Lets this user's processes on this host find the secret of ``job``."""
     path = file_of(job)
     if not secret:
         path.unlink(missing_ok=True)
@@ -169,7 +169,7 @@ def keep(job: str, secret: JobSecret) -> None:
 
 
 def forget(job: str, state_file: Path, launcher: int) -> None:
-    """Remove what the process ``launcher`` has left about ``job``, but nothing of a later job of that name.
+    """Removes what the process ``launcher`` has left about ``job``, but nothing of a later job of that name.
 
     Args:
         state_file: where it is said whose the files are; see :class:`~bamboo_ds.launchers.jobs.JobFile`.

@@ -28,7 +28,7 @@ async def serve(
     ready: Callable[[], None],
     end: asyncio.Event,
 ) -> None:
-    """Answer requests by ``handle`` until ``end``.
+    """Answers requests by ``handle`` until ``end``.
 
     Args:
         handle: makes the response to a request. It is cancelled when the client hangs up.
@@ -88,7 +88,7 @@ async def serve(
 
 
 def abort(transport: asyncio.Transport) -> None:
-    """End a connection at once, also where a forked child holds a copy of its socket."""
+    """Ends a connection at once, also where a forked child holds a copy of its socket."""
     with contextlib.suppress(OSError):  # it has ended already
         transport.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
     transport.abort()

@@ -1,4 +1,4 @@
-"""What a script installs on every stage that is built; see :func:`bamboo_ds.on_stage_built`."""
+"""Installers of a script, called on every stage that is built; see :func:`bamboo_ds.on_stage_built`."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _begun = False
 
 
 def install_with(installer: _I) -> _I:
-    """Call ``installer(module, stage)`` on every stage that is built from now on; returns it.
+    """Calls ``installer(module, stage)`` on every stage that is built from now on; returns it.
 
     Raises:
         ConfigError: a stage has been built already.

@@ -1,4 +1,4 @@
-"""What a bamboo job may use of DeepSpeed, checked before anything is built."""
+"""The part of DeepSpeed that a bamboo job may use, checked before anything is built."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ CURE_OF_FAULTS = "it is mended in DeepSpeed 0.19.3: pip install 'deepspeed>=0.19
 
 
 def fault_of_deepspeed(version: str) -> str | None:
-    """What DeepSpeed of that version computes wrongly with several steps of accumulation; ``None``: nothing."""
+    """The error of DeepSpeed of that version in gradients of several steps of accumulation, or ``None``."""
     for versions, fault in _FAULTS:
         if versions.contains(version, prereleases=True):
             return f"DeepSpeed {version} {fault}. So it does without bamboo_ds, and jobs with it do the same"
@@ -50,7 +50,7 @@ def _enabled(config: Mapping[str, Any], name: str) -> bool:
 
 
 def check_config(source: Any) -> None:
-    """Refuse DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
+    """Refuses DeepSpeed settings that bamboo_ds does not carry through a takeover yet.
 
     Raises:
         UnsupportedError: names the setting and what to do.
@@ -94,7 +94,7 @@ def check_config(source: Any) -> None:
 
 
 def check_ranks(ranks: int, stages: int | None, topology: Any) -> None:
-    """Refuse a model that so many ranks cannot compute.
+    """Refuses a model that so many ranks cannot compute.
 
     Args:
         ranks: of the job.
@@ -125,7 +125,7 @@ def check_ranks(ranks: int, stages: int | None, topology: Any) -> None:
 
 
 def check_schedule() -> None:
-    """Refuse schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
+    """Refuses schedules that a script has put in the place of DeepSpeed's, as Megatron-DeepSpeed does for ZBH1.
 
     Raises:
         UnsupportedError: names the schedule and what to do.
@@ -141,7 +141,7 @@ def check_schedule() -> None:
 
 
 def check_module(module: PipelineModule, layout: Layout) -> None:
-    """Refuse models that bamboo_ds does not carry through a takeover yet.
+    """Refuses models that bamboo_ds does not carry through a takeover yet.
 
     Raises:
         UnsupportedError, ConfigError: name the property and what to do.

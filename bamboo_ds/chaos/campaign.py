@@ -1,4 +1,4 @@
-"""From a command line to a verdict: finds the job's parts, runs the faults, verifies, reports."""
+"""A campaign of faults from command line to verdict: finds the job's parts, runs the faults, verifies, reports."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ _WIDTH = 150
 
 @dataclass(frozen=True)
 class CampaignOptions:
-    """What ``bamboo chaos`` was asked for; as its options say.
+    """The request to ``bamboo chaos``, as its options give it.
 
     Attributes:
         complete: whether every fault must have been reached before the job ends.
@@ -64,7 +64,7 @@ class CampaignOptions:
 
 
 def run(options: CampaignOptions, faults: Sequence[Fault] = (), changes: Sequence[Change] = ()) -> int:
-    """Carry out ``faults``, or those of a trace's ``changes``; returns the command's exit code.
+    """Carries out ``faults``, or those of a trace's ``changes``; returns the command's exit code.
 
     Raises:
         ConfigError: there is no such job, or something of it is missing.
@@ -199,7 +199,7 @@ def _end_of(location: JobLocation) -> Callable[[], bool]:
 
 
 def _ready(observer: Observer, options: CampaignOptions, ended: Callable[[], bool]) -> JobSituation:
-    """Wait for the job's first step."""
+    """Waits for the job's first step."""
     job, ready_s, waited = options.location.job, options.conduct.ready_s, 0.0
     while True:
         situation = observer.look(_LOOK_S)

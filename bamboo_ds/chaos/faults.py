@@ -1,4 +1,4 @@
-"""What a fault is, whom it is meant for, and what became of it."""
+"""Faults, their targets and their outcomes."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ _TARGET = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """Whom a fault is meant for.
+    """The target of a fault.
 
     Attributes:
         what: ``leader``; ``standby``: a member that owns nothing; ``joiner``: one that waits to be admitted;
@@ -159,7 +159,7 @@ class Fault:
 
 
 class FaultRecord(BaseModel):
-    """What became of a fault: a line of the journal.
+    """The outcome of a fault: a line of the journal.
 
     Attributes:
         number: that of the fault; ``None`` for a joiner that only keeps up the number of members.

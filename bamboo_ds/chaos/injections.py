@@ -56,7 +56,7 @@ class Injection(ABC):
 
     @abstractmethod
     def begin(self) -> None:
-        """Inject the fault.
+        """Injects the fault.
 
         Raises:
             psutil.NoSuchProcess: nobody was there to be hit.
@@ -64,11 +64,11 @@ class Injection(ABC):
         """
 
     def done(self, situation: JobSituation) -> bool:
-        """Look at it; whether it is over."""
+        """Looks at the fault; returns whether it is over."""
         return True
 
     def undo(self) -> None:
-        """Give up what would go on: it is not left behind. Idempotent."""
+        """Ends what would outlive the fault. Idempotent."""
         return  # most kinds are over at once
 
 
@@ -127,7 +127,7 @@ class Stop(Injection):
         return True
 
     def undo(self) -> None:
-        """Continue those that still live."""
+        """Continues the stopped processes that still live."""
         if not self._held:
             return
         killed = sum(map(dead, self._held))
@@ -184,7 +184,7 @@ class Order:
         return json.loads(line)["done"] if line else None
 
     def close(self) -> None:
-        """Ask no more."""
+        """Stops asking."""
         self._stream.close()
         self._socket.close()
 
@@ -252,7 +252,7 @@ class Obey(Injection):
         return True
 
     def undo(self) -> None:
-        """Ask no more."""
+        """Stops asking."""
         if self._order is not None:
             self._order.close()
             self._order = None
@@ -297,7 +297,7 @@ class Notify(Injection):
         return False
 
     def undo(self) -> None:
-        """Withdraw the notice."""
+        """Withdraws the notice."""
         if self._path is not None:
             self._path.unlink(missing_ok=True)
             self._path = None

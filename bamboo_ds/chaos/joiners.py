@@ -24,7 +24,7 @@ _LOG_TAIL = 1500
 
 @dataclass(frozen=True)
 class JoinCommand:
-    """How to start a joiner.
+    """The command that starts a joiner.
 
     Attributes:
         store: URLs of etcd.
@@ -124,7 +124,7 @@ class Join(Injection):
         return not self.alive
 
     def end(self, grace_s: float) -> None:
-        """End it: SIGTERM, after ``grace_s`` seconds SIGKILL. Idempotent."""
+        """Ends the joiner: SIGTERM, after ``grace_s`` seconds SIGKILL. Idempotent."""
         if self.process is None or self.process.poll() is not None:
             return
         self.process.send_signal(signal.SIGCONT)

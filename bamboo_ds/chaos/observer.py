@@ -1,4 +1,4 @@
-"""What etcd tells of a job, kept current by a watch; still there when etcd is not."""
+"""The state of a job in etcd, kept current by a watch; still there when etcd is not."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class Observer:
 
     @property
     def job(self) -> JobRecord:
-        """What the job is, and its settings.
+        """The job's record, with its settings.
 
         Raises:
             ConfigError: etcd does not say it.
@@ -94,5 +94,5 @@ class Observer:
             raise change  # a defect here
 
     def close(self) -> None:
-        """Let go of etcd. Idempotent."""
+        """Lets go of etcd. Idempotent."""
         self._store.close()

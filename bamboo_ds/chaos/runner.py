@@ -53,7 +53,7 @@ _CHOSEN: dict[FaultKind, type[Injection]] = {
 
 @dataclass(frozen=True)
 class Conduct:
-    """How faults are carried out.
+    """The rules by which faults are carried out.
 
     Attributes:
         choice: whom they may hit; its ``nodes`` and ``reachable`` are the runner's.
@@ -72,7 +72,7 @@ class Conduct:
 
 @dataclass(frozen=True)
 class JobParts:
-    """What of a job faults act on.
+    """The parts of a job that faults act on.
 
     Attributes:
         join: how to start a joiner.
@@ -135,7 +135,7 @@ class Runner:
     # -- called by the command ----------------------------------------------------------------------------
 
     def run(self) -> None:
-        """Carry all faults out, until the job ends; then wait for those that are under way."""
+        """Carries all faults out, until the job ends; then waits for those that are under way."""
         self._begin = time.monotonic()
         if self._conduct.keep:
             self.settle(self._conduct.ready_s)
@@ -150,7 +150,7 @@ class Runner:
             continue
 
     def settle(self, timeout_s: float) -> str | None:
-        """Wait until the job has replaced what it has lost; returns what is missing after ``timeout_s`` seconds."""
+        """Waits until the job has replaced what it has lost; returns what is missing after ``timeout_s`` seconds."""
         deadline = time.monotonic() + timeout_s
         while True:
             missing = self._missing(self._view.look())
@@ -158,18 +158,18 @@ class Runner:
                 return missing
 
     def attend(self) -> None:
-        """Keep up the number of members until the job ends."""
+        """Keeps up the number of members until the job ends."""
         while self._pump(_LOOK_S):
             continue
 
     def wait_for_end(self, timeout_s: float) -> None:
-        """Wait until the job is over for its launcher too, for ``timeout_s`` seconds at most."""
+        """Waits until the job is over for its launcher too, for ``timeout_s`` seconds at most."""
         deadline = time.monotonic() + timeout_s
         while not self._ended() and time.monotonic() < deadline:
             self._view.look(_LOOK_S)
 
     def close(self, end_joiners: Literal["all", "waiting"] = "all") -> list[int]:
-        """Continue what is stopped, end joiners; returns process ids of those that go on. Idempotent.
+        """Continues what is stopped, ends joiners; returns process ids of those that go on. Idempotent.
 
         The job is over if all are to end: they get a while to do so by themselves; those that did not are ``overdue``.
 
@@ -196,7 +196,7 @@ class Runner:
     # -- time ---------------------------------------------------------------------------------------------
 
     def _wait_until(self, at: float) -> bool:
-        """Attend to what is under way until the monotonic time ``at``; false if the job ends before."""
+        """Attends to what is under way until the monotonic time ``at``; false if the job ends before."""
         while True:
             left = at - time.monotonic()
             if not self._pump(min(_LOOK_S, max(0.0, left))):
@@ -205,7 +205,7 @@ class Runner:
                 return True
 
     def _pump(self, timeout_s: float) -> bool:
-        """Look at everything once, after at most ``timeout_s`` seconds; false if the job is over."""
+        """Looks at everything once, after at most ``timeout_s`` seconds; false if the job is over."""
         now = time.monotonic()
         due = [each.due - now for each in self._active if each.due is not None and each.due > now]
         situation = self._view.look(min([timeout_s, *due]))
@@ -227,7 +227,7 @@ class Runner:
     # -- one fault ----------------------------------------------------------------------------------------
 
     def _carry_out(self, fault: Fault) -> None:
-        """Find a victim, wait until the job can bear it, inject the fault."""
+        """Finds a victim, waits until the job can bear it, injects the fault."""
         deadline = time.monotonic() + self._conduct.timeout_s
         while True:
             found, situation = self._find(fault)
@@ -239,7 +239,7 @@ class Runner:
                 return
 
     def _find(self, fault: Fault) -> tuple[Aim | None, JobSituation]:
-        """Whom the fault would hit now, in which situation."""
+        """The victims that the fault would hit now, and the situation."""
         situation = self._view.fresh()
         known = situation or self._view.look()
         at_risk = self._at_risk(known)
@@ -379,7 +379,7 @@ class Runner:
         return sum(m not in self._dead and m not in situation.left for m in situation.members)
 
     def _refill(self, situation: JobSituation) -> None:
-        """Start a joiner if there are too few members."""
+        """Starts a joiner if there are too few members."""
         ending = any(left.outcome == "finished" for left in situation.left.values())
         if not self._conduct.keep or not situation.training or ending:
             return

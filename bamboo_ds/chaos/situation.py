@@ -39,7 +39,7 @@ class JobSituation:
 
     @classmethod
     def of(cls, mirror: Mirror) -> JobSituation:
-        """What ``mirror`` tells."""
+        """The situation that ``mirror`` shows."""
         plan, workers = mirror.plan, mirror.workers
         plan = as_told(workers, plan) if plan else None
         return cls(
@@ -56,7 +56,7 @@ class JobSituation:
 
     @property
     def epoch(self) -> int:
-        """That of the plan; 0 before the first one."""
+        """The plan's epoch; 0 before the first one."""
         return self.plan.epoch if self.plan else 0
 
     @property
@@ -78,7 +78,7 @@ class JobSituation:
         return frozenset(m for m in (self.plan.members if self.plan else ()) if m not in self.members)
 
     def unsettled(self, lost: Collection[str] = ()) -> str | None:
-        """What is still to be done before everything is as the leader wants it; ``None``: nothing.
+        """The work left before everything is as the leader wants it, or ``None``.
 
         Args:
             lost: members that are dead, whether or not the leader knows.

@@ -1,4 +1,4 @@
-"""Whom a fault may hit: so that every stage keeps a holder. Pure."""
+"""Victims that a fault may hit, so that every stage keeps a holder. Pure."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def lost_roles_after(plan: Plan, lost: Collection[str], ready: Mapping[str, Coll
 
 
 def refusal(situation: JobSituation, at_risk: Collection[str], victims: Collection[str], choice: Choice) -> str | None:
-    """Why ``victims`` must be spared; ``None``: they need not be.
+    """The reason to spare ``victims``, or ``None``.
 
     Args:
         situation: the newest known.
@@ -98,7 +98,7 @@ def _wanted(situation: JobSituation, plan: Plan) -> Plan:
 
 
 def aim(fault: Fault, situation: JobSituation, at_risk: Collection[str], choice: Choice) -> Aim | None:
-    """Whom ``fault`` hits; ``None``: there is nobody whom it could hit.
+    """The victims of ``fault``, or ``None``.
 
     Of several possible victims the first that need not be spared, counted from where the fault's ``draw`` falls.
     """

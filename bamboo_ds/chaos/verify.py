@@ -1,4 +1,4 @@
-"""How a job bore its faults, from its events, their model, and the journal of what was done to it. Pure."""
+"""Verdict on how a job bore its faults, from its events, their model, and the journal of what was done to it. Pure."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _SAFE_SHARE = 0.8
 
 @dataclass(frozen=True)
 class Effect:
-    """What a fault did to the job; ``None`` where it did not, or where events do not tell.
+    """The effect of a fault on the job; ``None`` without one, or where events do not tell.
 
     Attributes:
         lost: members that were lost by it.
@@ -78,7 +78,7 @@ def verify(
     finished: bool,
     timeout_s: float = 5.0,
 ) -> Verdict:
-    """Check that the job went on through all ``records`` as if nothing had happened.
+    """Checks that the job went on through all ``records`` as if nothing had happened.
 
     Args:
         events: of the job, in the order of the file.

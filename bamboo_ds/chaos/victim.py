@@ -1,4 +1,4 @@
-"""Inside a worker: does to itself what nobody can do to it from outside.
+"""Faults that a worker does to itself, since they cannot be done from outside.
 
 Opt-in. Either run the script through this module::
 
@@ -31,7 +31,7 @@ _CREDENTIALS = struct.Struct("3i")  # pid, uid, gid
 
 
 class ChaosException(RuntimeError):
-    """What :mod:`bamboo_ds.chaos` raises in the main thread of a worker."""
+    """The exception that :mod:`bamboo_ds.chaos` raises in the main thread of a worker."""
 
 
 def address(pid: int) -> str:
@@ -43,7 +43,7 @@ def address(pid: int) -> str:
 
 
 def install(force: bool = False) -> bool:
-    """Start to listen if ``BAMBOO_CHAOS=1`` is set, or with ``force``; returns whether this process listens."""
+    """Starts to listen if ``BAMBOO_CHAOS=1`` is set, or with ``force``; returns whether this process listens."""
     if not force and os.environ.get(ENV_CHAOS) != "1":
         return False
     server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -96,13 +96,13 @@ def _obey(order: dict[str, Any], stream: Any) -> None:
 
 
 def hold_gil(seconds: float) -> None:
-    """Keep Python's global lock for ``seconds``: no thread of this process runs Python code meanwhile."""
+    """Keeps Python's global lock for ``seconds``: no thread of this process runs Python code meanwhile."""
     # A PyDLL does not release the lock around its calls.
     ctypes.PyDLL(None).usleep(ctypes.c_uint32(int(seconds * 1e6)))
 
 
 def raise_in_main_thread() -> bool:
-    """Raise :class:`ChaosException` in the main thread as soon as that runs Python code; false if it is gone."""
+    """Raises :class:`ChaosException` in the main thread as soon as that runs Python code; false if it is gone."""
     ident = threading.main_thread().ident
     assert ident is not None
     return ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(ident), ctypes.py_object(ChaosException)) == 1

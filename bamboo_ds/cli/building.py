@@ -32,7 +32,7 @@ _WAIT_S = 60.0
 
 @dataclass(frozen=True)
 class Built:
-    """What a script has built.
+    """The model and settings that a script has built.
 
     Attributes:
         problem: why a job would end here; ``None``: nothing was found.
@@ -41,8 +41,8 @@ class Built:
         layers, parameters, frozen: of every stage; parameters are trainable ones, frozen are the others, of one slice.
         each: trainable parameters of every layer, one stage after the other; those that layers of a stage have tied to
             each other count with the first of them.
-        optimizer: name of its class or of the configuration, as :class:`~..topology.memory.StateBytes` has it;
-            ``None``: there is none.
+        optimizer: name of its class or of the configuration, as :class:`~..topology.memory.StateBytes` has it,
+            or ``None``.
         precision: ``fp32``, ``fp16`` or ``bf16``.
         zero: stage of ZeRO.
         fp32_gradients: whether bf16 accumulates gradients in fp32.
@@ -70,7 +70,7 @@ class _NoMeta(Exception):
 
 
 def main() -> None:
-    """Run the script; ends the process where the script would build its engine."""
+    """Runs the script; ends the process where the script would build its engine."""
     die_with_parent(signal.SIGKILL, os.getppid())
     result = Path(sys.argv[1])
 

@@ -58,7 +58,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class Patient:
-    """What is looked at."""
+    """The subject of the examination."""
 
     store: str
     address: str | None
@@ -69,7 +69,7 @@ Check = Callable[[Patient], Iterator[Finding]]
 
 
 def versions(_: Patient) -> Iterator[Finding]:
-    """Of Python and of what the package needs, and whether torch loads the package."""
+    """Versions of Python and of the package's requirements, and whether torch loads the package."""
     try:
         own = importlib.metadata.distribution("bamboo_ds")
     except importlib.metadata.PackageNotFoundError:
@@ -195,7 +195,7 @@ def address(patient: Patient) -> Iterator[Finding]:
 
 
 def compiler_locks(_: Patient) -> Iterator[Finding]:
-    """Of C++ extensions: a build that was stopped leaves one, at which every later process waits for ever."""
+    """Locks of C++ extensions: a build that was stopped leaves one, at which every later process waits for ever."""
     folder = Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
     held: list[Path] = []
     left: list[Path] = []
@@ -209,7 +209,7 @@ def compiler_locks(_: Patient) -> Iterator[Finding]:
 
 
 def disk(_: Patient) -> Iterator[Finding]:
-    """Where logs, sockets, shared memory and, mostly, checkpoints are."""
+    """Disks of logs, sockets, shared memory and, mostly, checkpoints."""
     places = {Path.cwd(), Path(tempfile.gettempdir()), Path("/dev/shm")}
     for place in sorted(place for place in places if place.is_dir()):
         free = shutil.disk_usage(place).free
@@ -225,7 +225,7 @@ def disk(_: Patient) -> Iterator[Finding]:
 
 
 def limits(_: Patient) -> Iterator[Finding]:
-    """Of descriptors: a worker has connections to every other one, and some files."""
+    """Limits of descriptors: a worker has connections to every other one, and some files."""
     files, _hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if files != resource.RLIM_INFINITY and files < _LEAST_FILES:
         cure = f"ulimit -n {_LEAST_FILES}: every worker has connections to all others"

@@ -43,7 +43,7 @@ _LINES = 15
 
 
 def tell(options: MemberOptions, slots: LocalSlots, config: str | None) -> int:
-    """Print what the job would be; returns the exit code, 1 if there is a problem.
+    """Prints what the job would be; returns the exit code, 1 if there is a problem.
 
     Args:
         options: of its members.
@@ -169,7 +169,7 @@ def _tell_plan(options: MemberOptions, slots: LocalSlots, built: Built) -> None:
 def _tell_parked(
     chooses: bool, state: StateBytes, members: Sequence[Candidate], costs: Mapping[str, tuple[int, int]]
 ) -> None:
-    """Where replicas are that compute nothing; ``chooses``: others may compute ahead of a loss."""
+    """Prints where parked replicas are; ``chooses``: others may compute ahead of a loss."""
     if not state.elementwise:
         click.echo(f"replicas stay on devices: {state.optimizer} may not compute each element by itself")
         return
@@ -202,7 +202,7 @@ def _listed(roles: Sequence[object]) -> str:
 
 
 def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
-    """Run the script up to ``deepspeed.initialize``, in a process of its own."""
+    """Runs the script up to ``deepspeed.initialize``, in a process of its own."""
     with tempfile.TemporaryDirectory(prefix="bamboo-dry-run-") as folder:
         result, output = Path(folder, "result"), Path(folder, "output")
         with open(output, "wb") as file:
@@ -235,7 +235,7 @@ def build(address: str, slots: LocalSlots, script: Sequence[str]) -> Built:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """End the script, and what it has started in its session."""
+    """Ends the script, and what it has started in its session."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -245,7 +245,7 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _environment(address: str, slots: LocalSlots) -> dict[str, str]:
-    """What a worker of rank 0 is told."""
+    """The environment of a worker of rank 0."""
     size = str(slots.world_size)
     told = place_variables(0, size, address, 29500) | {"RANK": "0", "WORLD_SIZE": size}
     if slots.pipelines is not None:

@@ -62,7 +62,7 @@ def goodput(events: Path, as_json: bool, png: Path | None) -> None:
 
 
 def _verify(consumption: Consumption) -> None:
-    """Tell on stderr whether each sample was consumed once, if the events have what it takes; exit if not."""
+    """Tells on stderr whether each sample was consumed once, if the events have what it takes; exits if not."""
     steps, problems = len(consumption.history()), consumption.problems()
     if not steps:
         return

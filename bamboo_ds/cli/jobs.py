@@ -74,7 +74,7 @@ _LIST = TypeAdapter(list[JobReport])
 
 
 def report(job: str, store: str, file: JobFile | None) -> JobReport:
-    """What is known of a job; ``file``: of its launcher, if that is on this host."""
+    """The facts known of a job; ``file``: of its launcher, if that is on this host."""
     events = file.events if file is not None else None
     launcher = file.launcher() if file is not None else None
     since = None if launcher is None else datetime.fromtimestamp(launcher.create_time(), timezone.utc)

@@ -112,7 +112,7 @@ def setting_option(name: str) -> Callable[[Command], Command]:
 
 
 def ranks_option(members: str) -> Callable[[Command], Command]:
-    """How many ranks a job has; ``members`` is the option that says how many members start it."""
+    """The option ``--ranks`` of a command; ``members`` is its option for the number of members that start the job."""
     return click.option(
         "--ranks",
         type=click.IntRange(min=1),
@@ -123,7 +123,7 @@ def ranks_option(members: str) -> Callable[[Command], Command]:
 
 
 def check_ranks(ranks: int | None, option: str, members: int | None) -> None:
-    """Raise :class:`ConfigError` if that many ``members``, which ``option`` gives, cannot start so many ``ranks``."""
+    """Raises :class:`ConfigError` if that many ``members``, which ``option`` gives, cannot start so many ``ranks``."""
     if ranks is None:
         return
     if members is None:
@@ -184,7 +184,7 @@ started = together(
 
 
 def snapshot_of(location: jobs.JobLocation, secret: JobSecret = NONE) -> Snapshot:
-    """What etcd has of a job; raises :class:`ConfigError` if that is nothing."""
+    """The state of a job in etcd; raises :class:`ConfigError` if etcd has no key of it."""
     with open_store(location.store, location.job, _TIMEOUT_S, secret) as store:
         snapshot = store.get_prefix("")
     if not snapshot.entries:
@@ -211,7 +211,7 @@ _member = together(
 
 
 def member_options(command: Command) -> Command:
-    """Give a command the options of members.
+    """Gives a command the options of members.
 
     It gets what the command line says of members as its first argument, :class:`MemberOptions`; empty are in these the
     name of the job and the address where the user has named none. ``--logs`` and ``--config`` it gets as well.
@@ -242,7 +242,7 @@ def check_name(job: str | None) -> str:
 
 
 def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | None:
-    """The ``"bamboo"`` block of ``--config``, or of the script's own configuration; ``None``: none is known."""
+    """The ``"bamboo"`` block of ``--config``, or of the script's own configuration, or ``None``."""
     path = config or config_path_from_argv(arguments)
     loaded = load_config(path) if path else {}
     if path and BLOCK not in loaded:
@@ -255,7 +255,7 @@ def block_of(config: str | None, arguments: Sequence[str]) -> BambooConfig | Non
 
 
 def check_script(script: str, module: bool) -> None:
-    """Find what would end every worker at once; raises :class:`ConfigError`."""
+    """Finds what would end every worker at once; raises :class:`ConfigError`."""
     if module:
         name = script.partition(".")[0]  # looking for what is inside a package would execute it
         if not importlib.machinery.PathFinder.find_spec(name, [os.getcwd()]) and not importlib.util.find_spec(name):

@@ -1,4 +1,4 @@
-"""How commands print tables, and lists of commands."""
+"""Output of commands: tables, and lists of commands."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class MoveReport(_OfRole):
 
 
 class MemoryReport(_Told):
-    """What a member may hold of stages, and what it holds under the next plan, in bytes."""
+    """Limit and load of a member's memory under the next plan, in bytes."""
 
     member: str
     limit: int
@@ -87,7 +87,7 @@ class MemoryReport(_Told):
 
 
 class PlanReport(_Told):
-    """What ``bamboo plan --json`` prints.
+    """The output of ``bamboo plan --json``.
 
     Attributes:
         job: name of the job; ``None`` for a job that does not exist.
@@ -126,7 +126,7 @@ class PlanReport(_Told):
 
 @dataclass(frozen=True)
 class Situation:
-    """What the planner is asked about.
+    """The situation that the planner is asked about.
 
     Attributes:
         plan: the plan in force.
@@ -226,7 +226,7 @@ def plan(
 def plan_report(
     situation: Situation, costs: Costs, policy: Policy, lose: Collection[str] = (), leave: Collection[str] = ()
 ) -> PlanReport:
-    """What the planner makes of ``situation`` if ``lose`` vanish and ``leave`` are to leave.
+    """The planner's answer to ``situation`` if ``lose`` vanish and ``leave`` are to leave.
 
     Raises:
         ConfigError: nobody is left, a name is unknown, or ``costs`` are of another number of stages.
@@ -302,7 +302,7 @@ def plan_report(
 def _not_worth(
     current: Plan, target: Plan, members: Sequence[Candidate], costs: Costs, policy: Policy, holders: Holders
 ) -> list[str]:
-    """What could be won besides, and why it is not."""
+    """The line on a faster plan that ``topology.min_gain`` forbids, if any."""
     wish, now = (
         predicted_s(each, costs)
         for each in (next_plan(current, members, costs, replace(policy, min_gain=0), holders), target)

@@ -71,7 +71,7 @@ def _only(grid: IterationGrid, members: tuple[str, ...]) -> IterationGrid:
 
 
 def draw(path: Path, grids: list[IterationGrid], title: str) -> None:
-    """Write the picture; raises :class:`ConfigError` if it cannot be made."""
+    """Writes the picture; raises :class:`ConfigError` if it cannot be made."""
     pyplot = pictures.pyplot("bamboo plot")
     from matplotlib.patches import Patch
 

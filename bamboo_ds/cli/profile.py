@@ -64,7 +64,7 @@ def profile(workers: int, steps: int, output: Path | None, script: str, argument
 
 @dataclass
 class _Measurement:
-    """What the job says while it runs."""
+    """The figures that the job reports while it runs."""
 
     steps: int
     name: str
@@ -91,7 +91,7 @@ class _Measurement:
 
 
 def measure(script: str, arguments: Sequence[str], workers: int, steps: int) -> Profile:
-    """Run ``script`` for some iterations, and take the profile of its model.
+    """Runs ``script`` for some iterations, and takes the profile of its model.
 
     Args:
         script: path of the script.
@@ -151,7 +151,7 @@ def with_block(arguments: Sequence[str], folder: Path) -> list[str]:
 
 
 def _built(script: str, arguments: Sequence[str], workers: int) -> Built:
-    """What the script builds; raises :class:`ConfigError` if that is no job that can be measured."""
+    """The script's model and settings; raises :class:`ConfigError` if they cannot be measured."""
     built = build(LOOPBACK, LocalSlots(workers), [script, *arguments])
     if built.problem is not None:
         raise ConfigError(f"{script} with -n {workers}: {built.problem}")
@@ -168,7 +168,7 @@ def _built(script: str, arguments: Sequence[str], workers: int) -> Built:
 
 
 def told(mirror: Mirror, stages: int) -> dict[int, Told]:
-    """What members have told of each stage, as far as they have."""
+    """The measurements of each stage that members have reported so far."""
     blocks: dict[int, dict[int, float]] = {stage: {} for stage in range(stages)}
     kept, outputs = dict.fromkeys(range(stages), 0), dict.fromkeys(range(stages), 0)
     for state in mirror.workers.values():
@@ -223,7 +223,7 @@ def profile_of(
 
 
 def _notes(command: str, built: Built, steps: int, stages: dict[int, Told], crowded: bool) -> str:
-    """Where the figures come from, and what is not as it should be."""
+    """Notes on the origin of the figures, and on their flaws."""
     found = [
         f"medians of {steps - WARM_UP} iterations of {command}: {built.pipelines} x {built.stages} stages",
         "layers of a block share its time, those of a stage its bytes",

@@ -173,7 +173,7 @@ def _again(best: Ranked, seeds: int) -> str | None:
 def _types(
     options: Sequence[str], asked: Nodes, profile: Profile, terms: Terms, config: BambooConfig, limit: int | None
 ) -> dict[str, Simulation]:
-    """What is simulated on each ``--instance``, else on one of the prices that are assumed.
+    """The simulations of each ``--instance``, else of one with the assumed prices.
 
     Args:
         options: the instance types.

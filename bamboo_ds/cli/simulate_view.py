@@ -23,14 +23,14 @@ _LONG = {"nodes", "samples", "of the limit", "lost s", "redone s", "restarts"}
 
 
 def show(report: Report) -> None:
-    """Print what policies come to."""
+    """Prints what policies come to."""
     _print([({"policy": name}, each) for name, each in report.policies.items()])
     idle = chain.from_iterable(_troubles(name, policy) for name, policy in report.policies.items())
     click.echo("\n".join([*_facts(report), *map(_unmodelled, report.unmodelled), *idle]))
 
 
 def show_sweep(swept: Swept, again: str | None) -> None:
-    """Print what a sweep has found.
+    """Prints what a sweep has found.
 
     Args:
         swept: that.
@@ -70,7 +70,7 @@ def _print(rows: Sequence[tuple[Mapping[str, str], PolicyReport]], brief: bool =
 
 
 def _figures(policy: PolicyReport, brief: bool) -> dict[str, str]:
-    """What a policy comes to, by column; ``brief``: the least that one decides with."""
+    """A policy's figures, by column; ``brief``: only those for a decision."""
 
     def ranged(name: str, form: str, digits: str) -> str:
         value, found = getattr(policy, name), (policy.range or {}).get(name)
@@ -92,7 +92,7 @@ def _figures(policy: PolicyReport, brief: bool) -> dict[str, str]:
 
 
 def _arranged(each: Ranked, place: str) -> dict[str, str]:
-    """How a setup of a sweep is run, by column."""
+    """The arrangement of a setup of a sweep, by column."""
     setup = each.setup
     return {
         "": place if each.fast_enough else "slow",

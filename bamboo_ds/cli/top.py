@@ -29,10 +29,10 @@ _TIMEOUT_S, _WATCH_S = 5.0, 1.0
 
 
 class LiveSource:
-    """What is known of a job here: its keys in etcd, and its events if this host has them.
+    """The sources of a job's view: its keys in etcd, and its events if this host has them.
 
     Args:
-        events: the file of its events; ``None``: none are here.
+        events: the file of its events, or ``None``.
     """
 
     def __init__(self, job: str, events: str | None) -> None:

@@ -39,7 +39,7 @@ _LONGEST = 140
 
 
 def frame(view: LiveView, now: float, width: int, height: int | None, processes: bool = False) -> RenderableType:
-    """What ``bamboo top`` shows.
+    """A frame of ``bamboo top``.
 
     Args:
         now: in seconds since 1970.
@@ -171,7 +171,7 @@ def _cell(view: LiveView, role: RoleView, name: Callable[[str], str]) -> Text:
 
 
 def _summary(view: LiveView, name: Callable[[str], str]) -> RenderableType:
-    """How many, where there are too many to show."""
+    """Counts, where there are too many to show."""
     states = Counter(role.state for role in view.roles)
     lent = sum(role.lent is not None for role in view.roles)
     shape = f"{counted(view.pipelines or 0, 'pipeline')} of {counted(view.stages or 0, 'stage')}"

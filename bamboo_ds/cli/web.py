@@ -54,7 +54,7 @@ def web(job: str | None, store: str | None, token_file: str | None) -> None:
 
 
 def _write(path: str, token: str) -> None:
-    """Replace the file at ``path``, whose reader finds the old token or the new one."""
+    """Replaces the file at ``path``, whose reader finds the old token or the new one."""
     try:
         fd, temporary = tempfile.mkstemp(dir=os.path.dirname(os.path.abspath(path)), prefix=".token-")  # 0600
         try:

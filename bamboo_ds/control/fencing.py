@@ -1,4 +1,4 @@
-"""When workers may commit without etcd, and when the job may be started again without word from them. Pure, but for
+"""Times for which workers may commit without etcd, and a restart waits without word from them. Pure, but for
 the clock. See ``docs/fencing.md``.
 
 A *lineage* is what one start of the job's workers makes. Its workers commit only for so long as etcd has lately said
@@ -41,7 +41,7 @@ def may_commit(plan: Plan, contact: Contact | None, at: float) -> bool:
 
 
 def contact_with(plan: Plan | None, at: float) -> Contact | None:
-    """What an agent tells its worker when a read of the plan that was begun at ``at`` has found ``plan``."""
+    """The agent's message to its worker after a read of the plan, begun at ``at``, has found ``plan``."""
     if plan is None or plan.lost_roles:
         return None
     return Contact(origin=plan.origin, generation=plan.generation, at=at)

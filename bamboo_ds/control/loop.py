@@ -23,7 +23,7 @@ class AgentLoop:
         self._idle: asyncio.Event
 
     def run(self, coroutine: Coroutine[Any, Any, _T]) -> Future[_T]:
-        """Begin to run ``coroutine``; its result, or what it raises. Not from the loop's thread."""
+        """Begins to run ``coroutine``; its result, or what it raises. Not from the loop's thread."""
         with self._lock:
             if not self._running:
                 self._start()
@@ -33,13 +33,13 @@ class AgentLoop:
         return future
 
     def call(self, function: Callable[[], object]) -> None:
-        """Have the loop call ``function`` soon, if it runs."""
+        """Has the loop call ``function`` soon, if it runs."""
         if self._thread is not None:
             with contextlib.suppress(RuntimeError):  # it is closed
                 self._loop.call_soon_threadsafe(function)
 
     def join(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` seconds for the thread's end, if nothing runs; whether the thread has ended then."""
+        """Waits up to ``timeout_s`` seconds for the thread's end, if nothing runs; returns whether it has ended."""
         with self._lock:
             thread = None if self._running else self._thread
         if thread is None or thread is threading.current_thread():

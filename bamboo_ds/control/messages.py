@@ -116,10 +116,10 @@ _TO_AGENT: TypeAdapter[ToAgent] = TypeAdapter(Annotated[ToAgent, Field(discrimin
 
 
 def parse_to_worker(line: bytes) -> ToWorker:
-    """Parse one line that an agent sent; raises ``pydantic.ValidationError``."""
+    """Parses one line that an agent sent; raises ``pydantic.ValidationError``."""
     return _TO_WORKER.validate_json(line)
 
 
 def parse_to_agent(line: bytes) -> ToAgent:
-    """Parse one line that a worker sent; raises ``pydantic.ValidationError``."""
+    """Parses one line that a worker sent; raises ``pydantic.ValidationError``."""
     return _TO_AGENT.validate_json(line)

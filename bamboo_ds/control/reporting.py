@@ -18,7 +18,7 @@ logger = logging.getLogger("bamboo_ds.control.reporting")
 
 
 def emit_or_log(events: EventWriter, event: Event) -> None:
-    """Write ``event``; a file that cannot be written (disk full) must not end the job, so it is logged."""
+    """Writes ``event``; a file that cannot be written (disk full) must not end the job, so it is logged."""
     try:
         events.emit(event)
     except OSError as error:
@@ -28,7 +28,7 @@ def emit_or_log(events: EventWriter, event: Event) -> None:
 def tell_failure(
     events: EventWriter, settings: AgentSettings, epoch: int, departure: LeftRecord, error: str | None, log: str | None
 ) -> None:
-    """Write that the worker of an agent with ``settings`` has failed; ``log``: where its output is."""
+    """Writes that the worker of an agent with ``settings`` has failed; ``log``: where its output is."""
     event = MemberFailed(
         job=settings.job,
         member=departure.id,
@@ -48,7 +48,7 @@ def tell_failure(
 def forward(
     events: EventWriter, report: EventReport, job: str, member: str, timing: Callable[[object], TimingRecord | None]
 ) -> None:
-    """Write an event of the worker of ``member``, completed by what only the control plane knows.
+    """Writes an event of the worker of ``member``, completed by what only the control plane knows.
 
     Args:
         timing: how the loss that made an epoch was learnt, where that is known.

@@ -24,7 +24,7 @@ _PACKAGES = {"bamboo_ds", "deepspeed", "torch"}
 
 
 def main(arguments: Sequence[str]) -> None:
-    """Run the script as the interpreter would; what it raises comes out."""
+    """Runs the script as the interpreter would; what it raises comes out."""
     sys.excepthook = _show
     try:
         _run(arguments)
@@ -64,7 +64,7 @@ def _run(arguments: Sequence[str]) -> None:
 
 
 def _show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print ``error`` as the interpreter does, without the frames of this module and of those around it."""
+    """Prints ``error`` as the interpreter does, without the frames of this module and of those around it."""
     each, own = trace, None
     while each is not None:
         if each.tb_frame.f_code.co_filename == __file__:

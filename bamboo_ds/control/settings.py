@@ -1,4 +1,4 @@
-"""What an agent is told: the settings of its job (:mod:`bamboo_ds.job_settings`), and its own circumstances.
+"""An agent's settings: those of its job (:mod:`bamboo_ds.job_settings`), and its own circumstances.
 
 A new setting is a field of the ``"bamboo"`` block (:mod:`bamboo_ds.config`), and is read where it is used: as
 ``settings.bamboo.<path>`` by agents, as ``job.settings.<path>`` by workers, from the job's record by all others.
@@ -26,7 +26,7 @@ from .registry.records import JobRecord
 
 @dataclass(frozen=True, kw_only=True)
 class MemberOptions:
-    """What the members of a job that a process starts have in common.
+    """The options that the members that one process starts have in common.
 
     Attributes:
         job: name of the job.
@@ -36,7 +36,7 @@ class MemberOptions:
         zone: failure zone, for the planner.
         host: the failure domain, if it is another one than the machine by its name.
         events: file to append events to.
-        logs: folder of the job's logs; ``None``: there is none on this host.
+        logs: folder of the job's logs on this host, or ``None``.
         tee: what workers write goes into files of that folder, too.
         grace_s: seconds between SIGTERM and SIGKILL for a worker.
         secret: the job's.
@@ -62,12 +62,12 @@ class MemberOptions:
         return self.settings.values
 
     def check_notices(self) -> None:
-        """Raise :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
+        """Raises :class:`ConfigError` if the sources of notices cannot be asked. The agent asks, under its own name."""
         for source in build_sources(self.bamboo.notices, os.environ, {"slot": "0", "member": "m0"}):
             source.check()
 
     def record(self, world_size: int, pipelines: int | None = None, starters: int | None = None) -> JobRecord:
-        """What etcd keeps of a job that begins now; the arguments are fields of the record."""
+        """The record in etcd of a job that begins now; the arguments are its fields."""
         return JobRecord(
             job=self.job,
             world_size=world_size,
@@ -81,7 +81,7 @@ class MemberOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class AgentSettings(MemberOptions):
-    """What one agent is told.
+    """The settings of one agent.
 
     Attributes:
         slot: number of the slot, unique in the job.

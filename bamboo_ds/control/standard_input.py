@@ -16,7 +16,7 @@ from .settings import AgentSettings
 
 
 def inherited() -> int | None:
-    """What ``subprocess.Popen`` takes as ``stdin`` of a process that is to share this one's standard input.
+    """The ``stdin`` for ``subprocess.Popen`` of a process that is to share this one's standard input.
 
     That process gets none where this one has none, or is in the background of the terminal that it is. A process of
     another session is not stopped there when it reads (SIGTTIN), but would take what is typed for others.

@@ -40,7 +40,7 @@ class LineSocket:
         self.flush()
 
     def flush(self) -> None:
-        """Write what the socket takes now. When the other end is gone, the queue is dropped."""
+        """Writes what the socket takes now. When the other end is gone, the queue is dropped."""
         with self._lock:
             while self._outbox:
                 try:
@@ -54,7 +54,7 @@ class LineSocket:
                 del self._outbox[:sent]
 
     def flush_within(self, timeout_s: float) -> None:
-        """Write what is queued, waiting up to ``timeout_s`` seconds for the other end to read."""
+        """Writes what is queued, waiting up to ``timeout_s`` seconds for the other end to read."""
         deadline = time.monotonic() + timeout_s
         self.flush()
         while self._outbox and (left := deadline - time.monotonic()) > 0:
@@ -75,7 +75,7 @@ class LineSocket:
         return lines
 
     def poll(self, timeout_s: float, writing: bool) -> int:
-        """Wait for input, or for room if ``writing``; returns the ``select.POLL*`` bits.
+        """Waits for input, or for room if ``writing``; returns the ``select.POLL*`` bits.
 
         It polls because ``select`` cannot watch descriptors above 1023.
         """
@@ -85,13 +85,13 @@ class LineSocket:
         return events[0][1] if events else 0
 
     def shutdown(self) -> None:
-        """End the connection and wake whoever waits for it; the descriptor stays."""
+        """Ends the connection and wakes its waiters; the descriptor stays."""
         try:
             self._sock.shutdown(socket.SHUT_RDWR)
         except OSError as error:
             logger.debug("the other end had closed already: %s", error)
 
     def close(self) -> None:
-        """Close the descriptor. Idempotent."""
+        """Closes the descriptor. Idempotent."""
         with self._lock:
             self._sock.close()

@@ -1,1 +1,1 @@
-"""What members compute on: devices as DeepSpeed's accelerator has them, and the errors that say that one has failed."""
+"""The devices of members, as DeepSpeed's accelerator has them, and the errors that say that one has failed."""

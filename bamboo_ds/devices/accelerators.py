@@ -101,7 +101,7 @@ def _events_sleep() -> bool:
 
 
 def release_page_locked() -> None:
-    """Give back what torch's allocator keeps of page-locked memory that is not in use any more."""
+    """Gives back what torch's allocator keeps of page-locked memory that is not in use any more."""
     if accelerator().device_name() not in _CACHING:
         return
     for module, name in ((torch.accelerator, "empty_host_cache"), (torch._C, "_host_emptyCache")):
@@ -111,7 +111,7 @@ def release_page_locked() -> None:
 
 
 def name_on_host(device: torch.device, environ: Mapping[str, str]) -> str:
-    """Which of the host's devices it is, equal in all processes, whichever devices they may see.
+    """The name of the device on its host, equal in all processes, whichever devices they may see.
 
     Args:
         device: not host memory.

@@ -1,4 +1,4 @@
-"""Which errors mean that a worker's device has failed, and not its script.
+"""Errors that mean that a worker's device has failed, and not its script.
 
 Nothing on such a device can be trusted any more: the worker ends, and is lost like one that was killed. Torch raises
 ``AcceleratorError`` for what the device's runtime reports, in torch 2.6 and from its libraries a plain ``RuntimeError``

@@ -1,4 +1,4 @@
-"""What torch's NCCL groups are told by the environment, so that a process outlives a loss.
+"""The environment of torch's NCCL groups, so that a process outlives a loss.
 
 By default torch takes a failed collective for the end of the process. Here an epoch ends instead: its communicators are
 aborted, and the process goes on with others. Names and meanings are those of torch 2.6 to 2.15, which looks at them
@@ -97,7 +97,7 @@ _HARMFUL = (
 
 
 def prepare(environ: MutableMapping[str, str]) -> list[str]:
-    """Set in ``environ`` what the user has not, before the first group is made.
+    """Sets in ``environ`` what the user has not, before the first group is made.
 
     Returns:
         What of the user's own would end survivors of a loss, in words; it stays as it is.

@@ -35,11 +35,11 @@ class StreamMark(Protocol):
         """Whether the device is through with all before it."""
 
     def synchronize(self) -> None:
-        """Wait for that."""
+        """Waits until the device is through with all before it."""
 
 
 class Streams(Protocol):
-    """What copies between a device and host memory. Called by the main thread, but :meth:`memory`."""
+    """Copies between a device and host memory. Called by the main thread, but :meth:`memory`."""
 
     def carries(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is on a device."""
@@ -51,7 +51,7 @@ class Streams(Protocol):
         """
 
     def copy_out(self, sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor]) -> StreamMark:
-        """Begin to copy flat bytes to the host, once the device has computed what it was told to so far.
+        """Begins to copy flat bytes to the host, once the device has computed what it was told to so far.
 
         ``sources`` and ``targets`` have to be there, and stay as they are, until the mark.
         """
@@ -59,19 +59,19 @@ class Streams(Protocol):
     def copy_in(
         self, sources: Sequence[torch.Tensor], after: StreamMark | None
     ) -> tuple[list[torch.Tensor], StreamMark]:
-        """Begin to copy flat bytes to this process's device, once ``after`` is reached; the same holds for ``sources``.
+        """Begins to copy flat bytes to this process's device, once ``after`` is reached; as :meth:`copy_out` otherwise.
 
         They may be the targets of the copy that ``after`` is the end of.
         """
 
     def order(self, mark: StreamMark) -> None:
-        """What the device is told to compute from now on follows ``mark``."""
+        """Makes the device's work from now on follow ``mark``."""
 
     def mark(self) -> StreamMark:
         """The end of what the device was told to compute so far."""
 
     def seconds(self, begin: StreamMark, end: StreamMark) -> float:
-        """Between two of these that are reached."""
+        """Seconds between two marks that are reached."""
 
 
 #: Bytes that are copied to the host by one call, if that makes no more than so many calls.
@@ -115,7 +115,7 @@ class Staging:
         self._arriving: deque[Copy] = deque()
 
     def out(self, sources: Sequence[tuple[int, torch.Tensor]]) -> tuple[list[torch.Tensor], Copy]:
-        """Begin to copy flat bytes to the host, a chunk at a time, so that the first ones are there soon.
+        """Begins to copy flat bytes to the host, a chunk at a time, so that the first ones are there soon.
 
         Args:
             sources: each with where in a message it begins.
@@ -145,13 +145,13 @@ _staging: Staging | None = None
 
 
 def use(streams: Streams | None) -> None:
-    """From now on this process's tensors go and come by ``streams``; ``None``: while the host waits, if at all."""
+    """Makes this process's tensors go and come by ``streams``; ``None``: while the host waits, if at all."""
     global _staging
     _staging = None if streams is None else Staging(streams)
 
 
 def current() -> Staging | None:
-    """By what tensors go and come, if this process has a device."""
+    """The streams by which tensors go and come, if this process has a device."""
     return _staging
 
 
@@ -178,7 +178,7 @@ def _chunks(
 
 
 def _keep(copy: Copy, under_way: deque[Copy]) -> None:
-    """Keep ``copy`` until it is complete. Those of one stream end in their order."""
+    """Keeps ``copy`` until it is complete. Those of one stream end in their order."""
     while under_way and under_way[0].reached():
         under_way.popleft()
     under_way.append(copy)
@@ -192,14 +192,14 @@ class Waiter:
         self._thread: threading.Thread | None = None
 
     def when(self, mark: StreamMark, call: Callable[[], None]) -> None:
-        """Call ``call``, on another thread, once ``mark`` is reached."""
+        """Calls ``call``, on another thread, once ``mark`` is reached."""
         self._awaited.put((mark, call))
         if self._thread is None:
             self._thread = threading.Thread(target=self._run, name="bamboo-staging", daemon=True)
             self._thread.start()
 
     def stop(self) -> None:
-        """Wait for no more of them. The thread ends when its device is through, which may be never."""
+        """Waits for no more of them. The thread ends when its device is through, which may be never."""
         self._awaited.put(None)
 
     def _run(self) -> None:

@@ -66,6 +66,6 @@ class AcceleratorStreams:
 
 
 def use_accelerator() -> None:
-    """Have tensors of this process's device, if it has one, go and come by streams of their own. Idempotent."""
+    """Has tensors of this process's device, if it has one, go and come by streams of their own. Idempotent."""
     if staging.current() is None and accelerator().device_name() != HOST.type:
         staging.use(AcceleratorStreams())

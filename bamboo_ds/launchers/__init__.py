@@ -1,4 +1,4 @@
-"""How a job begins and ends on a host: as a user starts it, or as another launcher has started its ranks.
+"""Begin and end of a job on a host: started by a user, or by another launcher rank by rank.
 
 * :mod:`.run`: ``bamboo run``, one agent per slot; :mod:`.wrap`: ``bamboo launch``, around another launcher;
   :mod:`.join`: ``bamboo join``, one agent more for a job that runs.

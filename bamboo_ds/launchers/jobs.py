@@ -31,7 +31,7 @@ def check_name(job: str) -> str:
 
 
 class JobFile(BaseModel):
-    """What a launcher leaves for other commands while it runs.
+    """The file that a launcher leaves for other commands while it runs.
 
     Attributes:
         store: etcd's URLs, separated by commas.
@@ -56,7 +56,7 @@ class JobFile(BaseModel):
 
     @property
     def path(self) -> Path:
-        """Where the file lies."""
+        """The path of the file."""
         return folder() / f"{self.job}.json"
 
     def launcher(self) -> psutil.Process | None:
@@ -69,7 +69,7 @@ class JobFile(BaseModel):
             return None
 
     def write(self) -> None:
-        """Create the file; raises :class:`LaunchError` if a job of this name runs already."""
+        """Creates the file; raises :class:`LaunchError` if a job of this name runs already."""
         check_free(self.job)
         temporary = self.path.with_suffix(f".{os.getpid()}")
         # A store's URL may hold a password.
@@ -84,7 +84,7 @@ class JobFile(BaseModel):
             temporary.unlink()
 
     def remove(self) -> None:
-        """Remove the file, and the job's secret. Idempotent."""
+        """Removes the file, and the job's secret. Idempotent."""
         self.path.unlink(missing_ok=True)
         file_of(self.job).unlink(missing_ok=True)
 
@@ -120,7 +120,7 @@ def find(name: str) -> JobFile | None:
 
 
 def check_free(name: str) -> None:
-    """Raise :class:`LaunchError` if a job ``name`` runs already."""
+    """Raises :class:`LaunchError` if a job ``name`` runs already."""
     other = find(name)
     if other is not None:
         raise LaunchError(f"a job named {name!r} runs already (launcher {other.pid}); take another name")
@@ -128,7 +128,7 @@ def check_free(name: str) -> None:
 
 @dataclass(frozen=True)
 class JobLocation:
-    """Where a job is.
+    """The location of a job.
 
     Attributes:
         job: its name.

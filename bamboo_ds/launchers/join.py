@@ -35,7 +35,7 @@ _POLL_S = 0.2
 
 @dataclass(frozen=True)
 class Starters:
-    """What a member takes part in starting.
+    """The start of a job that a member takes part in.
 
     Attributes:
         members: so many start the job.
@@ -53,7 +53,7 @@ class Starters:
 def prepare(
     options: MemberOptions, start: Starters | None = None, wait_s: float = 0.0, tells: bool = False
 ) -> AgentSettings:
-    """What an agent is told that joins the job, with a slot of its own.
+    """The settings of an agent that joins the job, with a slot of its own.
 
     Args:
         options: of the member.
@@ -86,7 +86,7 @@ def prepare(
 
 
 def begin(store: Store, options: MemberOptions, start: Starters) -> None:
-    """Unless somebody has started the job, make it one that begins when so many members have come.
+    """Makes a job that has not been started one that begins when so many members have come.
 
     Several may do this at once. The plan is first, since members that come later go by it.
     """
@@ -106,7 +106,7 @@ def begin(store: Store, options: MemberOptions, start: Starters) -> None:
 
 
 def _check_numbers(options: MemberOptions, start: Starters, plan: Plan, job: JobRecord | None = None) -> None:
-    """Raise :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
+    """Raises :class:`ConfigError` if the job was started with other numbers, as far as they are known."""
     ranks, members = len(plan.owners), start.members if job is None else job.starters or job.world_size
     if start != Starters(members, ranks):
         others = f"{ranks} ranks" if job is None else Starters(members, ranks)
@@ -117,7 +117,7 @@ def _check_numbers(options: MemberOptions, start: Starters, plan: Plan, job: Job
 
 
 class Arrival:
-    """What a member that comes makes of the job.
+    """The job as a member finds it that comes.
 
     Args:
         start, waits: see :func:`prepare`.
@@ -197,7 +197,7 @@ def _find_place(arrival: Arrival, options: MemberOptions, wait_s: float) -> Vaca
 
 
 def become_agent(agent: AgentSettings) -> NoReturn:
-    """Become that agent."""
+    """Becomes that agent."""
     logs.end()
     # The agent must not have threads when it forks its worker; the client of etcd has left some here.
     os.execve(sys.executable, agent.agent_command, agent.environment())

@@ -33,7 +33,7 @@ def launchers_store(options: MemberOptions, timeout_s: float) -> Store:
 
 
 def exit_code(mirror: Mirror) -> int:
-    """What a job has come to in which nobody is left: 0 if some member has finished, since then all had."""
+    """The exit code of a job without members: 0 if some member has finished, since then all had."""
     if mirror.stop is not None:
         return mirror.stop.code
     left = mirror.left.values()
@@ -48,7 +48,7 @@ def is_joined(record: MemberRecord, own: Container[int]) -> bool:
 
 
 class JoinedMembers:
-    """Who is left of a job. Use it once, after all members that the launcher has started itself are gone.
+    """The members left of a job. Use it once, after all that the launcher has started itself are gone.
 
     Args:
         options: of the launcher's members. A member that etcd has forgotten, in an outage, has two lease times to
@@ -74,7 +74,7 @@ class JoinedMembers:
 def await_end(
     options: MemberOptions, own: Container[int], pause: Callable[[float], bool], quiet: bool, departed: bool
 ) -> int | None:
-    """Wait until no member of the job is left.
+    """Waits until no member of the job is left.
 
     Args:
         options: of the launcher's members.
@@ -117,7 +117,7 @@ def await_end(
 
 
 def tell_to_stop(options: MemberOptions, signum: int, told: str) -> None:
-    """Have all members end, those that are about to join included, since ``told`` has got the signal."""
+    """Has all members end, those that are about to join included, since ``told`` has got the signal."""
     record = StopRecord(code=128 + signum, reason=f"{signal.Signals(signum).name} of {told}", by="")
     try:
         with launchers_store(options, _STORE_TIMEOUT_S) as store:

@@ -31,7 +31,7 @@ from .supervisor import SupervisorTask, supervisor_command
 
 
 def become_supervisor(me: Launched, block: BambooConfig | None, timeout: timedelta) -> NoReturn:
-    """Agree with the processes of the other ranks, then replace this process. Does not return.
+    """Agrees with the processes of the other ranks, then replaces this process. Does not return.
 
     Args:
         block: that of the configuration; ``None``: that is not known yet.

@@ -1,4 +1,4 @@
-"""Where the processes of all ranks agree on the job: its name, its etcd, its secret. Rank 0 decides."""
+"""Agreement of the processes of all ranks on the job: its name, its etcd, its secret. Rank 0 decides."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger("bamboo_ds.launchers")
 
 
 class StartDecision:
-    """What rank 0 decides for all: where the job's etcd is, the job's name, its settings; and the job's secret.
+    """The decision of rank 0 for all: the job's etcd, its name, its settings; and its secret.
 
     Attributes:
         etcd: that this process has started; it outlives the ``exec``.
@@ -36,7 +36,7 @@ class StartDecision:
         self.etcd: EmbeddedEtcd | None = None
 
     def __call__(self) -> tuple[dict[str, Any], JobSecret]:
-        """Decide, and do what follows on this host."""
+        """Decides, and does what follows on this host."""
         job = jobs.check_name(os.environ.get(ENV_JOB) or jobs.random_name())
         store, wrapped = os.environ.get(ENV_STORE), ENV_LAUNCH in os.environ
         if not wrapped:
@@ -56,7 +56,7 @@ class StartDecision:
 
 
 def verified(said: str, me: Launched, own: JobSecret | None, prefix: str) -> tuple[dict[str, Any], JobSecret]:
-    """What rank 0 has ``said``, and the job's secret.
+    """The decision that rank 0 has ``said``, and the job's secret.
 
     Raises:
         LaunchError: rank 0 could not decide, or it was not rank 0, or it has another secret.
@@ -88,7 +88,7 @@ def verified(said: str, me: Launched, own: JobSecret | None, prefix: str) -> tup
 
 
 class Meeting:
-    """Where the processes of all ranks meet, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
+    """The meeting of the processes of all ranks, at ``MASTER_ADDR``:``MASTER_PORT``, as torch's do."""
 
     def __init__(self, me: Launched, timeout: timedelta, host: str | None = None) -> None:
         from torch.distributed.rendezvous import rendezvous
@@ -102,7 +102,7 @@ class Meeting:
     def agree(
         self, own: JobSecret | None, decide: Callable[[], tuple[dict[str, Any], JobSecret]]
     ) -> tuple[dict[str, Any], JobSecret]:
-        """What rank 0 has decided, and the job's secret; returns on no rank before all have come.
+        """The decision of rank 0, and the job's secret; returns on no rank before all have come.
 
         Args:
             own: the secret that the user has given to this rank.
@@ -133,7 +133,7 @@ class Meeting:
         return verified(answered, self._me, own, self._prefix)
 
     def _all_have_read(self) -> set[str]:
-        """Wait, since the store may end with this process; returns the hosts of all ranks."""
+        """Waits, since the store may end with this process; returns the hosts of all ranks."""
         others = [f"{self._prefix}/read/{rank}" for rank in range(1, self._me.world_size)]
         return {self._host, *(name.decode() for name in (self._store.multi_get(others) if others else ()))}
 

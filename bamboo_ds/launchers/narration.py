@@ -1,4 +1,4 @@
-"""What a launcher tells the user in the terminal: how to watch the job, what happens in it, and what came of it."""
+"""A launcher's account in the terminal: how to watch the job, what happens in it, and its summary."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Narration:
         self._thread: threading.Thread | None = None
 
     def begin(self, lines: Sequence[str], store: str) -> None:
-        """Tell ``lines``, then the story; ``store``: URLs of etcd. The caller must not fork from here on."""
+        """Tells ``lines``, then the story; ``store``: URLs of etcd. The caller must not fork from here on."""
         if not self._quiet:
             self._thread = threading.Thread(target=self._run, args=(lines, store), name="bamboo-story", daemon=True)
             self._thread.start()
@@ -87,7 +87,7 @@ class Narration:
         self._leaving.set()
 
     def end(self) -> None:
-        """Tell the rest, and the summary. Nothing happens if :meth:`begin` was not called."""
+        """Tells the rest, and the summary. Nothing happens if :meth:`begin` was not called."""
         self._leaving.set()
         self._ended.set()
         if self._thread is not None:
@@ -125,7 +125,7 @@ class Members:
         self._due = 0.0
 
     def look(self, wanted: bool, now: float) -> None:
-        """Ask etcd if it is time, and tell; not ``wanted``: nothing is told any more."""
+        """Asks etcd if it is time, and tells; not ``wanted``: nothing is told any more."""
         if not wanted:
             self._tell(None, now)
             if self._store is not None:
@@ -168,7 +168,7 @@ def progress(mirror: Mirror) -> str | None:
 
 
 def _missing(mirror: Mirror, members: Sequence[str]) -> str:
-    """Whose engines are not built, and where their scripts are then."""
+    """The members whose engines are not built, and where their scripts are."""
     missing = [member.partition("-")[0] for member in members if member not in mirror.reports]
     if not missing:
         return ""
@@ -183,7 +183,7 @@ def _listed(names: list[str]) -> str:
 
 
 class Sparse:
-    """Which lines are told: at most one each ``SPARSE_S`` seconds, and none about what is short.
+    """A filter of lines: at most one each ``SPARSE_S`` seconds, and none about what is short.
 
     Args:
         now: monotonic seconds.

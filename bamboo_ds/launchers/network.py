@@ -36,7 +36,7 @@ def own_address(host: str, port: int) -> str:
 
 
 def awaited(call: Callable[[], _T], refusal: type[BambooError], wait_s: float) -> _T:
-    """What ``call`` returns, once it does not fail by ``refusal`` any more; the first failure is told.
+    """The result of ``call``, once it does not fail by ``refusal`` any more; the first failure is told.
 
     Raises:
         BambooError: the newest refusal, after ``wait_s`` seconds.

@@ -1,4 +1,4 @@
-"""What a launcher owns while its job runs: etcd, or the job's name in it, and the job's file, secret and events."""
+"""A launcher's possessions while its job runs: etcd, or the job's name in it, and its file, secret and events."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ EMBEDDED = "embedded"
 
 
 def tell_finished(events: EventWriter, job: str, code: int, begin: float) -> None:
-    """Emit the end of a job that began at ``begin`` (monotonic seconds)."""
+    """Emits the end of a job that began at ``begin`` (monotonic seconds)."""
     emit_or_log(events, RunFinished(job=job, epoch=0, exit_code=code, run_seconds=time.monotonic() - begin))
 
 
@@ -38,7 +38,7 @@ class JobOwner(Slots, ABC):
     what: str
 
     def run(self, quiet: bool) -> int:
-        """Run to the end; returns the exit code. ``quiet``: the course of the job is not told.
+        """Runs to the end; returns the exit code. ``quiet``: the course of the job is not told.
 
         Raises:
             ConfigError, LaunchError: the job cannot be started.
@@ -71,7 +71,7 @@ class JobOwner(Slots, ABC):
             return code
 
     def _own_job(self, stack: ExitStack) -> str:
-        """Have an etcd, and the job's name in it; returns the path of the file that says where the job is."""
+        """Has an etcd, and the job's name in it; returns the path of the file that says where the job is."""
         options = self._options
         if options.store == EMBEDDED:
             etcd = stack.enter_context(embedded_etcd(options.address, options.job, options.secret))
@@ -86,17 +86,17 @@ class JobOwner(Slots, ABC):
         return str(state.path)
 
     def _beginning(self) -> Sequence[Event]:
-        """What is told when etcd is there."""
+        """The lines that are told when etcd is there."""
         return ()
 
     @abstractmethod
     def _start(self, state_file: str, stack: ExitStack) -> None:
-        """Start what the job consists of; ``stack`` ends what must not outlive it."""
+        """Starts what the job consists of; ``stack`` ends what must not outlive it."""
 
     @abstractmethod
     def _follow(self) -> None:
-        """Until that has ended."""
+        """Follows the job until its end."""
 
     @abstractmethod
     def _result(self) -> int:
-        """Stay for members that go on; returns the job's exit code."""
+        """Stays for members that go on; returns the job's exit code."""

@@ -15,7 +15,7 @@ _NEEDED = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 @dataclass(frozen=True)
 class Launched:
-    """What the launcher has told the process: its rank, the number of ranks, and where they meet.
+    """The launcher's variables: the process's rank, the number of ranks, and where they meet.
 
     Attributes:
         local: all ranks are on this host.
@@ -39,7 +39,7 @@ def adopt_slurm(environ: MutableMapping[str, str]) -> None:
 
 
 def launched(environ: Mapping[str, str]) -> Launched | None:
-    """What another launcher has told this process; ``None`` if there is none, or if it is a worker already.
+    """The variables of another launcher; ``None`` without one, or if this process is a worker already.
 
     Raises:
         ConfigError: a variable is no number.

@@ -99,7 +99,7 @@ class Launcher(JobOwner):
         return self._exit_code(self._await_others())
 
     def _await_others(self) -> int | None:
-        """Stay for members that have joined, if they need what is here; what the job has come to with them."""
+        """Stays for members that have joined, if they need what is here; what the job has come to with them."""
         if not self._embedded and self._outcomes & {"left", "finished"}:
             return None  # the job needs nothing that is here
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))

@@ -69,7 +69,7 @@ class _Agent:
         self.departure: LeftRecord | None = None
 
     def reap(self) -> None:
-        """Collect the dead agent and its result."""
+        """Collects the dead agent and its result."""
         self.process.wait()
         line = self._result.readline()
         self._result.close()
@@ -108,7 +108,7 @@ class Slots:
 
     @contextlib.contextmanager
     def _prepared(self, spare: Collection[int]) -> Iterator[None]:
-        """Be the parent of orphans, and handle signals; at the end no child is left but those in ``spare``."""
+        """Is the parent of orphans, and handles signals; at the end no child is left but those in ``spare``."""
         adopt_orphans()
         with ExitStack() as stack:
             stack.callback(end_descendants, spare)
@@ -123,11 +123,11 @@ class Slots:
         self._mailbox.post(lambda: None)
 
     def _reap(self) -> None:
-        """Collect dead children that nobody waits for, such as the worker of an agent that was killed."""
+        """Collects dead children that nobody waits for, such as the worker of an agent that was killed."""
         reap_adopted({*self._own, *(agent.process.pid for agent in self._agents.values())})
 
     def _watch_process(self, pid: int, on_end: Callable[[], None], stack: ExitStack) -> None:
-        """Have ``on_end`` called once when the process ``pid``, which need not be a child, is dead.
+        """Has ``on_end`` called once when the process ``pid``, which need not be a child, is dead.
 
         Raises:
             ProcessLookupError: it is already.
@@ -137,24 +137,24 @@ class Slots:
         self._watched[pidfd] = on_end
 
     def _in_background(self, action: Callable[[], None]) -> None:
-        """Run ``action`` in a thread."""
+        """Runs ``action`` in a thread."""
         self._background.append(threading.Thread(target=action, daemon=True))
         self._background[-1].start()
 
     def _join_background(self) -> None:
-        """Wait for the threads, but not for long."""
+        """Waits for the threads, but not for long."""
         for thread in self._background:
             thread.join(AGENT_GRACE_S)
 
     def _stop_soon(self) -> None:
-        """Stop now instead of at the time that is set. Callable from any thread."""
+        """Stops now instead of at the time that is set. Callable from any thread."""
         self._stop_at = time.monotonic()
         self._mailbox.post(lambda: None)
 
     # -- etcd and the others ------------------------------------------------------------------------
 
     def _watch_etcd(self, supervisor: int, stack: ExitStack) -> None:
-        """Notice the end of the embedded etcd with the supervisor of that process id, a child of ours.
+        """Notices the end of the embedded etcd with the supervisor of that process id, a child of ours.
 
         That starts etcd again many times before it ends.
         """
@@ -167,7 +167,7 @@ class Slots:
         self._watch_process(supervisor, ended, stack)
 
     def _without_etcd(self) -> str:
-        """What becomes of a job without etcd."""
+        """The outcome of a job without etcd."""
         fence_s = self._options.bamboo.fence_s
         if fence_s is None:
             return "training goes on, but survives no loss any more"
@@ -177,7 +177,7 @@ class Slots:
         )
 
     def _end_others(self, signum: int) -> None:
-        """Have members of other slots end as well, since this process was told to by a signal.
+        """Has members of other slots end as well, since this process was told to by a signal.
 
         Those here end after :meth:`_stop_soon`: else others would take their ends for losses.
         """
@@ -193,7 +193,7 @@ class Slots:
         self._in_background(tell)
 
     def _await_joined(self, quiet: bool, departed: bool = False) -> int | None:
-        """Stay for members that have joined, as long as they go on; see :func:`.joined.await_end`."""
+        """Stays for members that have joined, as long as they go on; see :func:`.joined.await_end`."""
 
         def pause(seconds: float) -> bool:
             self._attend(seconds)
@@ -205,7 +205,7 @@ class Slots:
     # -- agents -------------------------------------------------------------------------------------
 
     def _spawn(self, settings: AgentSettings) -> None:
-        """Start the agent of one slot."""
+        """Starts the agent of one slot."""
         agent = _Agent(settings)
         self._agents[agent.slot] = agent
 
@@ -217,7 +217,7 @@ class Slots:
         self._watched[agent.pidfd] = ended
 
     def _serve(self) -> None:
-        """Until all agents are gone."""
+        """Serves until all agents are gone."""
         while self._agents:
             if self._attend_until_kill():
                 if self._stopping:
@@ -226,7 +226,7 @@ class Slots:
                     self._stop()
 
     def _attend_until_kill(self) -> bool:
-        """Handle what happens next; whether the time has come to kill what was told to end, which is said once."""
+        """Handles the next event; returns whether it is time to kill the processes that were told to end, once."""
         self._attend(None if self._kill_at is None else max(0.0, self._kill_at - time.monotonic()))
         if self._kill_at is None or time.monotonic() < self._kill_at:
             return False
@@ -234,7 +234,7 @@ class Slots:
         return True
 
     def _attend(self, timeout_s: float | None) -> None:
-        """Handle what happens within ``timeout_s`` seconds, if anything."""
+        """Handles what happens within ``timeout_s`` seconds, if anything."""
         if self._stop_at is not None:
             left = max(0.0, self._stop_at - time.monotonic())
             timeout_s = left if timeout_s is None else min(timeout_s, left)
@@ -251,7 +251,7 @@ class Slots:
             self._stop()
 
     def _judge(self, agent: _Agent) -> None:
-        """What the end of an agent means for the others."""
+        """The consequence of an agent's end for the others."""
         departure = agent.departure
         if departure is None:
             logger.error("the agent of slot %d has died (%s)", agent.slot, agent.process.returncode)
@@ -270,7 +270,7 @@ class Slots:
             self._kill_at = time.monotonic() + _FATAL_GRACE_S
 
     def _report_dead_agent(self, agent: _Agent) -> None:
-        """Tell the leader of a member whose agent cannot: its lease would take a while to run out.
+        """Tells the leader of a member whose agent cannot: its lease would take a while to run out.
 
         Runs in a thread of its own; without etcd the lease has to do.
         """

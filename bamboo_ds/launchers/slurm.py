@@ -1,4 +1,4 @@
-"""What Slurm's ``srun`` tells its tasks, in the variables that DeepSpeed and torch ask for. Pure, standard library."""
+"""Variables of Slurm's ``srun`` in the names that DeepSpeed and torch ask for. Pure, standard library."""
 
 from __future__ import annotations
 

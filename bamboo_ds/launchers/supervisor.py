@@ -47,7 +47,7 @@ _SUPERVISOR_S = 10.0
 
 @dataclass(frozen=True)
 class SupervisorTask:
-    """What a rank supervisor is told besides what its agent is.
+    """The task of a rank supervisor, besides its agent's settings.
 
     Attributes:
         owner: it speaks for the job, as a launcher would: there is no ``bamboo launch``.
@@ -76,7 +76,7 @@ class RankSupervisor(Slots):
         self._task, self._agent = task, agent
 
     def run(self) -> int:
-        """Run to the end; returns the exit code.
+        """Runs to the end; returns the exit code.
 
         Raises:
             BambooError: the agent could not be started, or another job of this name runs here.
@@ -107,7 +107,7 @@ class RankSupervisor(Slots):
             return code
 
     def _own_job(self, stack: ExitStack) -> str:
-        """Let other commands find the job; returns the path of the file that says where."""
+        """Lets other commands find the job; returns the path of the file that says where."""
         agent = self._agent
         events = agent.events and os.path.abspath(agent.events)
         state = jobs.this_process(agent.job, agent.store, foreign=True, events=events, logs=agent.logs)
@@ -144,7 +144,7 @@ class RankSupervisor(Slots):
         return EXIT_FATAL_LOSS if code is None else code
 
     def _await_job(self) -> int:
-        """Stay until no member of the job is left; returns what the job has come to."""
+        """Stays until no member of the job is left; returns what the job has come to."""
         if self._outcomes & {"lost", "evicted"} or not self._departures:
             logger.warning("slot %d has lost its worker; this process stays until the job ends", self._agent.slot)
         ending = not self._outcomes.isdisjoint(("failed", "stopped", "fatal"))
@@ -188,7 +188,7 @@ def _end_etcd(pid: int) -> None:
 
 
 def _detach() -> int:
-    """Go on as another process, which is nobody's child but the wrapper's; the caller must not have threads.
+    """Goes on as another process, which is nobody's child but the wrapper's; the caller must not have threads.
 
     The process that was waits for the result and ends with it. Without one it ends with 0, since the job may go on.
 
@@ -213,7 +213,7 @@ def _detach() -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a rank supervisor; returns its exit code."""
+    """Runs a rank supervisor; returns its exit code."""
     argv = sys.argv[1:] if argv is None else argv
     task, agent = SupervisorTask(**json.loads(argv[0])), settings_told(os.environ)
     result_to = None if task.wrapper is None else _detach()

@@ -61,7 +61,7 @@ class Wrapper(JobOwner):
         self._watch_process(self._launcher.pid, lambda: None, stack)
 
     def _environment(self, stack: ExitStack) -> dict[str, str]:
-        """What the processes of the launcher are told."""
+        """The environment of the launcher's processes."""
         options = self._options
         told = {
             ENV_STORE: options.store,
@@ -86,7 +86,7 @@ class Wrapper(JobOwner):
         return {**os.environ, **told}
 
     def _follow(self) -> None:
-        """Until the launcher has ended, and then the members."""
+        """Follows the launcher to its end, and then the members."""
         command = self._options.command[0]
         while self._launcher is not None and (status := self._launcher.poll()) is None:
             if self._attend_until_kill():
@@ -97,7 +97,7 @@ class Wrapper(JobOwner):
         self._members_code = self._await_joined(quiet=True, departed=True)
 
     def _result(self) -> int:
-        """What the members have come to; the launcher's own status if there never were any."""
+        """The members' exit code; the launcher's own if there never were members."""
         status, code = self._status, self._members_code
         if self._interrupted is not None:
             return 128 + self._interrupted

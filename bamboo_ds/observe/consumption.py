@@ -30,7 +30,7 @@ class Consumption:
             yield event
 
     def add(self, event: Event) -> None:
-        """Take an event. What workers tell that a restart has replaced does not count."""
+        """Takes an event. What workers tell that a restart has replaced does not count."""
         if isinstance(event, RunStarted | Restart):
             self._starts.append({})
             self._goes_on.append(isinstance(event, Restart))
@@ -43,7 +43,7 @@ class Consumption:
 
     @property
     def starts(self) -> list[dict[int, Consumed]]:
-        """What each start of the workers that has told of a step has consumed, by step."""
+        """The consumption of each start of the workers that has told of a step, by step."""
         return [start for start in self._starts if start]
 
     def history(self) -> dict[int, Consumed]:
@@ -57,7 +57,7 @@ class Consumption:
         return found
 
     def problems(self) -> list[str]:
-        """What is wrong; nothing: every step is there, and no sample is consumed twice."""
+        """The problems; none: every step is there, and no sample is consumed twice."""
         found = list(self._contradictions)
         for start, goes_on in zip(self._starts, self._goes_on, strict=True):
             # A job that was started again goes on counting where the checkpoint was saved; the history has no gap.
@@ -79,14 +79,14 @@ class Consumption:
 
 
 def _gaps(before: Consumed, after: Consumed) -> list[str]:
-    """Of two steps of one start, one after the other."""
+    """Gaps between two successive steps of one start."""
     if before.samples is None or after.samples is None or before.samples[1] == after.samples[0]:
         return []
     return [f"step {after.step} begins with sample {after.samples[0]}, expected {before.samples[1]}"]
 
 
 def _repetitions(before: Consumed, after: Consumed) -> list[str]:
-    """Of two steps of the history, one after the other."""
+    """Repetitions in two successive steps of the history."""
     if before.samples is None or after.samples is None or before.samples[1] <= after.samples[0]:
         return []
     samples = f"samples {after.samples[0]} to {before.samples[1] - 1}"

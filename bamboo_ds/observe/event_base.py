@@ -1,4 +1,4 @@
-"""What every event has in common."""
+"""The part that all events have in common."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ OF_THE_JOB: Any = Field(default=False, description="whether the job has taken it
 
 
 class Consumed(BaseModel):
-    """What a committed step has consumed."""
+    """The consumption of a committed step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -49,7 +49,7 @@ class Consumed(BaseModel):
 
 
 class EventBase(BaseModel):
-    """What every event carries. Unknown fields are refused when reading."""
+    """The fields of every event. Unknown fields are refused when reading."""
 
     model_config = ConfigDict(
         extra="forbid", frozen=True, populate_by_name=True, ser_json_inf_nan="strings", allow_inf_nan=True

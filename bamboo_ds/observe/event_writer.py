@@ -28,7 +28,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
             self._fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
 
     def emit(self, event: EventBase) -> None:
-        """Append one line. A call after :meth:`close` is dropped, like with ``path=None``."""
+        """Appends one line. A call after :meth:`close` is dropped, like with ``path=None``."""
         line = (event.to_json() + "\n").encode()
         with self._lock:
             if self._fd is None:
@@ -38,7 +38,7 @@ class EventWriter(AbstractContextManager["EventWriter"]):
             raise OSError(f"events file {self.path}: wrote {written} of {len(line)} bytes (disk full?)")
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Closes the file. Idempotent."""
         with self._lock:
             fd, self._fd = self._fd, None
             if fd is not None:

@@ -24,7 +24,7 @@ NOTICE_ORIGINS: tuple[str, ...] = (*SOURCE_NAMES, "signal", "web")
 class RunStarted(EventBase):
     """The job has been started, by a launcher or (bamboo join --start) by its members, of which the leading one tells.
 
-    Nobody tells it if that one is lost before.
+    The event is missing if that one is lost before.
     """
 
     event: Literal["run_started"] = "run_started"
@@ -137,7 +137,7 @@ class TakeoverPlanned(EventBase):
 
 
 class TakeoverDone(EventBase):
-    """A role's new owner has entered the plan that gives it the role. Nobody tells it if the leader is lost before."""
+    """A role's new owner has entered the plan that gives it the role. It is missing where the leader is lost before."""
 
     event: Literal["takeover"] = "takeover"
     role: Role = Field(description="the role, [pipeline, stage]")

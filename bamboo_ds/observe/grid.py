@@ -14,7 +14,7 @@ from .view import Heir, Moved, RoleState, RoleView
 
 @dataclass
 class Duties:
-    """What a member has to do, and who would take it over."""
+    """The duties of a member, and their heirs."""
 
     roles: list[Role] = field(default_factory=list)
     shadows: list[Role] = field(default_factory=list)
@@ -50,7 +50,7 @@ class Grid:
 
     @classmethod
     def of_event(cls, plan: ev.PlanWritten) -> Grid:
-        """What the event tells: neither copies in the making, nor blocks, nor whether states are sharded."""
+        """The grid by the event, without copies in the making, blocks, and whether states are sharded."""
         return cls(
             epoch=plan.epoch,
             members=tuple(plan.members),
@@ -117,7 +117,7 @@ class Grid:
 
     @cached_property
     def roles(self) -> tuple[RoleView, ...]:
-        """By rank; none before engines are built."""
+        """The roles by rank; none before engines are built."""
         if self.pipelines is None:
             return ()
         copying: dict[int, list[str]] = {}
@@ -147,7 +147,7 @@ class Grid:
 
     @cached_property
     def duties(self) -> dict[str, Duties]:
-        """By member; those of the plan, and others that it names."""
+        """The duties by member; those of the plan, and others that it names."""
         found = {member: Duties() for member in self.members}
         if self.pipelines is None:
             for duties in found.values():
@@ -166,7 +166,7 @@ class Grid:
         return found
 
     def _share(self, found: dict[str, Duties], rank: int, owner: str, shadow: str | None) -> None:
-        """Count the work of a role for those who compute it."""
+        """Counts the work of a role for those who compute it."""
         lent, mine = self.lent.get(rank), found[owner]
         if lent is None or shadow is None:
             mine.load = None if mine.load is None else mine.load + 1.0
@@ -180,7 +180,7 @@ class Grid:
         other.load = None if other.load is None else other.load + part
 
     def _foretell(self, found: dict[str, Duties]) -> None:
-        """Who would take over what, if a member were lost: as :func:`~bamboo_ds.topology.planner.takeover` has it."""
+        """Foretells each role's heirs, were a member lost: as :func:`~bamboo_ds.topology.planner.takeover` has it."""
         alive = set(self.members)
         twins: dict[tuple[int, int], list[str]] = {}  # owners of a stage and slice, those with least to do first
         for rank, owner in enumerate(self.owners):

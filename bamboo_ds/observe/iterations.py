@@ -60,7 +60,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class StageLane:
-    """What a member has done of a stage.
+    """A member's work on a stage.
 
     Attributes:
         replica: of which it was the shadow when the iteration began.
@@ -194,7 +194,7 @@ class Recorded:
         return found
 
     def _losses(self, found: _Iteration) -> list[tuple[LossDetail, str]]:
-        """Those of its members that have interrupted it, not of another run in the file, and the plans' reasons."""
+        """The losses that have interrupted it, not of another run in the file, and the plans' reasons."""
         return [
             (each, reason)
             for each, reason in self._lost
@@ -226,7 +226,7 @@ def _losses(events: Sequence[ev.Event]) -> Iterable[tuple[LossDetail, str]]:
 
 
 def _death(timeline: Timeline, found: _Iteration, timelines: Sequence[Timeline], at: float) -> float:
-    """When the worker died, in seconds since 1970; ``at`` is when the leader told of it, less what it knows.
+    """The time of the worker's death, in seconds since 1970; ``at`` is when the leader told of it, less what it knows.
 
     It was after the last thing that it did, and before the first of the others paused.
     """

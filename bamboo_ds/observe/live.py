@@ -51,11 +51,11 @@ class LiveJob:
 
     @property
     def model(self) -> JobModel:
-        """What is rendered."""
+        """The model that is rendered."""
         return self._story.job
 
     def add(self, event: ev.Event) -> None:
-        """Take the next event."""
+        """Takes the next event."""
         if event.job != self.job:
             return
         if isinstance(event, ev.RunStarted):
@@ -65,7 +65,7 @@ class LiveJob:
         self._lines += self._story.tell(event)
 
     def late(self, now: datetime) -> None:
-        """Tell the story's line of a loss that has waited too long for its pause by the time ``now``."""
+        """Tells the story's line of a loss that has waited too long for its pause by the time ``now``."""
         self._lines += self._story.late(now)
 
     # -- the view -----------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class LiveJob:
         return self._planned[1]
 
     def _account(self) -> Accounted | None:
-        """Made anew with every event of a small job, more rarely for many members: adding up takes its time."""
+        """The account, made anew with every event of a small job, more rarely for many members."""
         now = self.model
         if now.newest is None:
             return None

@@ -33,12 +33,12 @@ _NAME = re.compile(r"(worker|agent)-(\d+)\.log")
 
 
 def worker_log(folder: Path | str, slot: int) -> Path:
-    """Where the output of the workers of ``slot`` is."""
+    """The path of the output of the workers of ``slot``."""
     return Path(folder, f"worker-{slot}.log")
 
 
 def agent_log(folder: Path | str, slot: int) -> Path:
-    """Where the log of the agents of ``slot`` is."""
+    """The path of the log of the agents of ``slot``."""
     return Path(folder, f"agent-{slot}.log")
 
 
@@ -64,19 +64,19 @@ class LogFile(RotatingFileHandler):
         return open(self.baseFilename, "a", encoding=self.encoding, errors=self.errors, opener=opener)
 
     def append(self, data: bytes) -> None:
-        """Append whole lines. They are not divided between two files."""
+        """Appends whole lines. They are not divided between two files."""
         if data:
             self.handle(logging.makeLogRecord({"msg": data.decode("utf-8", "surrogateescape").removesuffix("\n")}))
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         try:
             super().close()
         except OSError:
             self.handleError()
 
     def handleError(self, record: logging.LogRecord | None = None) -> None:
-        """Called where ``record`` could not be written; what is written later may find room again."""
+        """Handles a ``record`` that could not be written; later ones may find room again."""
         if not self._complained:
             self._complained = True
             logger.warning("%s lacks what could not be written: %s", self.baseFilename, sys.exc_info()[1])
@@ -113,14 +113,14 @@ def stamped(lines: list[bytes], now: datetime) -> bytes:
 
 @dataclass(frozen=True)
 class LogSource:
-    """Whose file it is."""
+    """The process whose output a file of logs has."""
 
     slot: int
     agent: bool
 
     @property
     def name(self) -> str:
-        """Shown in front of its lines."""
+        """The name in front of its lines."""
         return f"agent {self.slot}" if self.agent else str(self.slot)
 
 
@@ -190,7 +190,7 @@ class Following:
                 yield self._stamp, self._source, line + b"\n"
 
     def close(self) -> None:
-        """Close the file."""
+        """Closes the file."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1

@@ -41,7 +41,7 @@ _context = LogContext()
 
 
 def set_context(*, member: str | None = None, role: str | None = None, epoch: int | None = None) -> None:
-    """Change the context of the following lines; arguments that are not given stay."""
+    """Changes the context of the following lines; arguments that are not given stay."""
     global _context
     with _lock:
         _context = replace(
@@ -64,7 +64,7 @@ class _ContextFilter(logging.Filter):
 
 
 def configure() -> logging.Logger:
-    """Send the package's log to stderr, once per process; later calls change nothing.
+    """Sends the package's log to stderr, once per process; later calls change nothing.
 
     The level is ``BAMBOO_LOG_LEVEL`` if set, else WARNING. Raises :class:`ConfigError` for an unknown level.
     """
@@ -98,21 +98,21 @@ class _FileHandler(QueueHandler):
         self.handleError = file.handleError  # type: ignore[method-assign]  # of records that find no room in the queue
 
     def begin(self) -> None:
-        """Start the thread."""
+        """Starts the thread."""
         with _lock:
             if not self._begun:
                 self._begun = True
                 self._listener.start()
 
     def flush(self) -> None:
-        """Wait for the file, but not for ever."""
+        """Waits for the file, but not for ever."""
         self.begin()
         with self._records.all_tasks_done:
             self._records.all_tasks_done.wait_for(lambda: not self._records.unfinished_tasks, _FLUSH_S)
 
 
 def to_file(file: LogFile) -> None:
-    """Send the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`.
+    """Sends the package's log, from INFO on, to ``file``, too. Call it after :func:`configure`.
 
     Nothing is written before :func:`begin_files` or the process's end.
     """
@@ -125,14 +125,14 @@ def to_file(file: LogFile) -> None:
 
 
 def begin_files() -> None:
-    """Start to write what :func:`to_file` has asked for, in threads: after the last process has been forked."""
+    """Starts to write what :func:`to_file` has asked for, in threads: after the last process has been forked."""
     for handler in logging.getLogger(LOGGER).handlers:
         if isinstance(handler, _FileHandler):
             handler.begin()
 
 
 def show_by(stream: Outlet) -> None:
-    """Have what goes to stderr written by ``stream``."""
+    """Has what goes to stderr written by ``stream``."""
     with _lock:
         for handler in logging.getLogger(LOGGER).handlers:
             if isinstance(handler, logging.StreamHandler) and getattr(handler, "_bamboo", False):
@@ -140,7 +140,7 @@ def show_by(stream: Outlet) -> None:
 
 
 def end() -> None:
-    """Bring what was logged and printed to its places, if these take it: this process ends, or becomes another."""
+    """Brings what was logged and printed to its places, if these take it: this process ends, or becomes another."""
     logging.shutdown()
     for handler in logging.getLogger(LOGGER).handlers:
         if isinstance(handler, logging.StreamHandler) and isinstance(handler.stream, Outlet):

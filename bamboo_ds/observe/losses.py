@@ -41,7 +41,7 @@ class _Loss:
         return self.view.epoch is None and not {each.id for each in self.view.members} & set(plan.members)
 
     def note(self, **fields: object) -> None:
-        """Replace fields of the view."""
+        """Replaces fields of the view."""
         self.view = self.view.model_copy(update=fields)
 
 
@@ -55,7 +55,7 @@ class Losses:
         reasons: lost members by the reason of the loss.
         takeovers: roles that were taken over.
         pause_seconds: sum over epochs that members recovered in, of each the longest pause of a survivor.
-        longest_pause: of any survivor; ``None``: none has told.
+        longest_pause: of any survivor, or ``None``.
         passes_redone: of all survivors of all losses.
     """
 
@@ -93,7 +93,7 @@ class Losses:
         return None
 
     def lose(self, event: ev.MemberLost, lost: LostMember, before: int) -> bool:
-        """Take a lost member, of whom no event has told before; whether it begins a new loss."""
+        """Takes a lost member, of whom no event has told before; returns whether it begins a new loss."""
         self.reasons[event.reason] += 1
         if self._losses and self._losses[-1].view.epoch is None:
             self._losses[-1].note(members=(*self._losses[-1].view.members, lost))
@@ -104,7 +104,7 @@ class Losses:
         return True
 
     def follow(self, plan: ev.PlanWritten, grid: Grid, moved: Sequence[Moved]) -> LossView | None:
-        """Take a plan and what it moves; the loss that it is the answer to, if it is one."""
+        """Takes a plan and what it moves; returns the loss that it answers, if any."""
         loss = self._losses[-1] if self._losses else None
         if loss is not None and not loss.answered_by(plan):
             loss = None
@@ -121,7 +121,7 @@ class Losses:
         return None if loss is None else loss.view
 
     def recover(self, event: ev.Recovered, name: str) -> None:
-        """Take what a survivor tells."""
+        """Takes a survivor's account."""
         if event.epoch > self._paused[0]:
             self._paused = event.epoch, 0.0
             self._told = set()
@@ -154,13 +154,13 @@ class Losses:
         )
 
     def take_over(self, event: ev.TakeoverDone) -> None:
-        """Take that an heir computes by the plan."""
+        """Takes that an heir computes by the plan."""
         loss = self._losses[-1] if self._losses else None
         if loss is not None and loss.view.epoch == event.epoch and event.seconds is not None:
             loss.note(takeover_seconds=max(event.seconds, loss.view.takeover_seconds or 0.0))
 
     def step(self, event: ev.Step) -> None:
-        """Take a step: survivors that a loss has not disturbed do not tell of a recovery."""
+        """Takes a step: survivors that a loss has not disturbed do not tell of a recovery."""
         loss = self._losses[-1] if self._losses else None
         if loss is None or loss.view.recovered or loss.view.epoch is None or event.epoch < loss.view.epoch:
             return

@@ -52,7 +52,7 @@ class Metrics(Collector):
         self._number: int | None = None
 
     def add(self, event: ev.Event) -> None:
-        """Take the next event."""
+        """Takes the next event."""
         if event.job != self._job.job:
             return
         match event:
@@ -75,7 +75,7 @@ class Metrics(Collector):
                 self._saved.add((event.path, event.step))
 
     def show(self, view: LiveView) -> None:
-        """What :meth:`collect` tells from now on."""
+        """Sets the view that :meth:`collect` tells from now on."""
         self._view = view
 
     def collect(self) -> Iterable[Metric]:
@@ -127,7 +127,7 @@ class Metrics(Collector):
 
 
 def _families(histogram: Histogram) -> Iterable[Metric]:
-    """What a histogram tells, but for the time since which it counts: another leader's counts the same job."""
+    """The families of a histogram, without the time of its creation: another leader's counts the same job."""
     for family in histogram.collect():
         family.samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
         yield family

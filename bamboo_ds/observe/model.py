@@ -40,7 +40,7 @@ _NEWEST = 64
 
 @dataclass
 class ToldMember:
-    """What events tell of a member.
+    """The events' account of a member.
 
     Attributes:
         script_rank: rank that its script runs as.
@@ -56,7 +56,7 @@ class ToldMember:
 
 @dataclass(frozen=True)
 class Learned:
-    """What an event has told that was not known.
+    """The news of an event.
 
     Attributes:
         loss: a member was lost, and no other one that no plan has removed yet.
@@ -153,7 +153,7 @@ class JobModel:
     # -- events -------------------------------------------------------------------------------------
 
     def fold(self, event: ev.Event) -> Learned | None:
-        """Take the next event of the file; ``None``: it has told nothing new."""
+        """Takes the next event of the file; ``None``: it has told nothing new."""
         if isinstance(event, ev.RunStarted):
             self._reset()
         at = event.time.timestamp()
@@ -316,7 +316,7 @@ class JobModel:
 
 
 def _happening(event: ev.Event) -> tuple[object, ...] | None:
-    """What events of one and the same happening have in common, several of which may come; ``None``: one comes."""
+    """The key of a happening of which several events may come; ``None``: one comes."""
     match event:
         case ev.MemberJoined() | ev.MemberLost() | ev.MemberLeft() | ev.MemberFailed():
             return event.event, event.member_id

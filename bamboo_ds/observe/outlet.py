@@ -1,4 +1,4 @@
-"""Where something is shown: a descriptor that other processes share, that may be stopped, full or gone."""
+"""The outlet of a display: a descriptor that other processes share, that may be stopped, full or gone."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Sink:
         self._fd, self.missed, self._gone = fd, 0, False
 
     def write(self, data: bytes) -> None:
-        """Write ``data``, after a line on what was left out."""
+        """Writes ``data``, after a line on what was left out."""
         if self._gone or not (data or self.missed):
             return
         try:
@@ -71,7 +71,7 @@ class Outlet:
         self._thread.start()
 
     def show(self, data: bytes) -> None:
-        """Show ``data`` as soon as possible, if it fits into what may wait."""
+        """Shows ``data`` as soon as possible, if it fits into what may wait."""
         with self._changed:
             # Once something was left out, all is until that can be said.
             if self._missed or len(self._waiting) + len(data) > MOST_WAITING:
@@ -110,12 +110,12 @@ class Outlet:
         return whole or b"\n" in self._waiting or self._closed
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until nothing waits; returns whether that took less than ``timeout_s`` seconds."""
+        """Waits until nothing waits; returns whether that took less than ``timeout_s`` seconds."""
         with self._changed:
             return self._changed.wait_for(lambda: self.empty, timeout_s)
 
     def close(self) -> None:
-        """End when nothing waits, and wait for that."""
+        """Ends when nothing waits, and waits for that."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -124,8 +124,8 @@ class Outlet:
     # -- as a stream of Python's ``logging`` ----------------------------------------------------------
 
     def write(self, text: str) -> None:
-        """Show ``text``."""
+        """Shows ``text``."""
         self.show(text.encode(errors="backslashreplace"))
 
     def flush(self) -> None:
-        """It is shown as soon as possible."""
+        """Does nothing: text is shown as soon as possible."""

@@ -28,7 +28,7 @@ def pyplot(what: str, otherwise: str = "") -> Any:
 
 
 def save(figure: Any, path: Path, dpi: int) -> None:
-    """Write ``figure`` as PNG, and forget it; raises :class:`ConfigError` if that cannot be written."""
+    """Writes ``figure`` as PNG, and forgets it; raises :class:`ConfigError` if that cannot be written."""
     try:
         figure.savefig(path, dpi=dpi, format="png")
     except OSError as error:

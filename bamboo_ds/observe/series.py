@@ -21,7 +21,7 @@ class _Point:
     slowest: float
 
     def take(self, later: _Point) -> None:
-        """Stand for the steps of ``later``, too."""
+        """Stands for the steps of ``later``, too."""
         self.count += later.count
         self.step, self.time = later.step, later.time
         self.loss, self.losses = self.loss + later.loss, self.losses + later.losses
@@ -43,7 +43,7 @@ class Series:
         self._points: list[_Point] = []
 
     def add(self, step: int, time: float, loss: float | None, seconds: float) -> None:
-        """Take the next committed step."""
+        """Takes the next committed step."""
         known = loss is not None and math.isfinite(loss)
         point = _Point(1, step, time, loss if known and loss is not None else 0.0, int(known), seconds, seconds)
         if self._points and self._points[-1].count < self._stride:

@@ -45,7 +45,7 @@ class SpanWriter:
 
     @classmethod
     def inherited(cls, environ: MutableMapping[str, str]) -> SpanWriter | None:
-        """What this process has from its agent; takes the variable out of ``environ``."""
+        """The pipe that this process has from its agent; takes the variable out of ``environ``."""
         text = environ.pop(ENV_FD, None)
         if text is None:
             return None
@@ -53,7 +53,7 @@ class SpanWriter:
         return cls(int(text))
 
     def write(self, span: Span) -> None:
-        """Hand a span to the agent. Never blocks, and raises nothing: a failure is logged once, and ends it."""
+        """Hands a span to the agent. Never blocks, and raises nothing: a failure is logged once, and ends it."""
         if self._fd is None:
             return
         pipeline, stage = span.role or (_NONE, _NONE)
@@ -115,6 +115,6 @@ class SpanReader:
         return spans
 
     def close(self) -> None:
-        """Give the pipe back."""
+        """Gives the pipe back."""
         os.close(self._reading)
         os.close(self.writing)

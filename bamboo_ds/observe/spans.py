@@ -34,7 +34,7 @@ _OLDER = ".1"
 
 
 class Kind(str, Enum):
-    """What a span is: an instruction of :mod:`bamboo_ds.schedule` by its name, or something else."""
+    """The kind of a span: an instruction of :mod:`bamboo_ds.schedule` by its name, or something else."""
 
     ITERATION = "Iteration"
     LOAD = "LoadMicroBatch"
@@ -83,7 +83,7 @@ REDUNDANT = frozenset({Kind.REDUNDANT_FORWARD, Kind.REDUNDANT_BACKWARD})
 
 
 class Span(NamedTuple):
-    """Something that a main thread did; times in seconds on the host's monotonic clock.
+    """An activity of a main thread; times in seconds on the host's monotonic clock.
 
     Attributes:
         step: number of the iteration, as events count.
@@ -163,7 +163,7 @@ class SpanFile:
         self._size = 0
 
     def write(self, spans: Iterable[Span]) -> None:
-        """Append ``spans``; raises ``OSError``."""
+        """Appends ``spans``; raises ``OSError``."""
         lines = "".join(f"{span.to_json()}\n" for span in spans).encode()
         if not lines:
             return
@@ -180,7 +180,7 @@ class SpanFile:
             raise OSError(f"{self.path}: wrote {written} of {len(lines)} bytes (disk full?)")
 
     def close(self) -> None:
-        """Close the file. Idempotent."""
+        """Closes the file. Idempotent."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)
@@ -188,7 +188,7 @@ class SpanFile:
 
 @dataclass
 class Timeline:
-    """What a member's worker did.
+    """The spans of a member's worker.
 
     Attributes:
         offset: what brings a time of its spans to seconds since 1970.

@@ -111,7 +111,7 @@ class Story:
     # -- everything else ----------------------------------------------------------------------------
 
     def _texts(self, event: ev.Event, news: Learned) -> Iterable[str]:
-        """What has happened, without the losses. The worker that leads tells itself that the first steps are exact."""
+        """Lines on what has happened but losses. The leading worker itself tells that the first steps are exact."""
         name = self.job.name
         match event:
             case ev.RunStarted():

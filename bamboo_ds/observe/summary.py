@@ -1,4 +1,4 @@
-"""What came of a job, for people: counts, goodput, and what the worker that failed wrote last."""
+"""The summary of a job, for people: counts, goodput, and the last output of the worker that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _LINES = 20
 
 @dataclass(frozen=True)
 class Failure:
-    """What has ended a job; ``log``: path of the output of the worker, if that is known."""
+    """The failure that has ended a job; ``log``: path of the output of the worker, if that is known."""
 
     text: str
     log: str | None
@@ -43,7 +43,7 @@ def summary(job: JobModel) -> list[str]:
 
 
 def failure_of(job: JobModel) -> Failure | None:
-    """What has ended the job, if it has failed."""
+    """The failure that has ended the job, if any."""
     if job.finished is None or job.finished.exit_code == 0:
         return None
     code = job.finished.exit_code
@@ -62,7 +62,7 @@ def failure_of(job: JobModel) -> Failure | None:
 
 
 def ending(job: JobModel) -> list[str]:
-    """What is told at the end of a job, one thing a line."""
+    """The lines at the end of a job."""
     goodput = job.accountant.snapshot().goodput
     share = "unknown" if goodput is None else f"{goodput:.0%} of the member-seconds"
     lines, failure = [*summary(job), f"goodput: {share}"], failure_of(job)

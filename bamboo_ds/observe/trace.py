@@ -94,7 +94,7 @@ class _Trace:
         return self._pids[member]
 
     def event(self, event: ev.Event) -> None:
-        """Add what an event tells."""
+        """Adds what an event tells."""
         now = event.time.timestamp() - self._origin
         match event:
             case ev.Step():
@@ -142,7 +142,7 @@ class _Trace:
                 self._instant(event.event.replace("_", " "), now)
 
     def spans(self, timeline: Timeline) -> None:
-        """Add what a worker has recorded."""
+        """Adds what a worker has recorded."""
         pid, shift = self.member(timeline.member, timeline.head.host), timeline.offset - self._origin
         for span in timeline.spans:
             told: dict[str, Any] = {"step": span.step}

@@ -1,4 +1,4 @@
-"""What a live display shows of a job at one moment: the models of :class:`LiveView`.
+"""The view of a job at one moment, for live displays: the models of :class:`LiveView`.
 
 Conventions: a time is in seconds since 1970 (UTC), a duration in seconds, a role is ``[pipeline, stage]``, a member is
 named by its id. ``None`` is "not known" or "does not apply". Every tuple is bounded by a number that is given here.
@@ -28,7 +28,7 @@ class _Part(BaseModel):
 
 
 class StepPace(_Part):
-    """How fast the job is, over the newest (at most 64) committed steps."""
+    """The speed of the job, over the newest (at most 64) committed steps."""
 
     seconds: float | None = Field(None, description="duration of the newest iteration")
     median_seconds: float | None = None
@@ -110,7 +110,7 @@ class MemberView(_Part):
 
 @dataclass(frozen=True)
 class Overview:
-    """What etcd tells of a job at one moment.
+    """The overview of a job from etcd at one moment.
 
     Attributes:
         members: registered ones, and those that are gone of which keys are left, in the order of their slots; with what
@@ -174,7 +174,7 @@ class LossView(_Part):
 
 
 class SurvivorView(_Part):
-    """How one survivor recovered from a loss; see the event ``recovered``."""
+    """The recovery of one survivor from a loss; see the event ``recovered``."""
 
     id: str
     name: str

@@ -19,7 +19,7 @@ _HOW = {
 
 
 def how(reason: str, detail: str) -> str:
-    """How a worker has ended, as a verb with what is known of it."""
+    """The end of a worker, as a verb with what is known of it."""
     return _HOW[reason].format(f"code {detail}" if detail.isdecimal() else detail)
 
 

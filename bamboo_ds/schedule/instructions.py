@@ -38,7 +38,7 @@ class UseRole(_RoleInstruction):
 
 
 class FillBubble(PipeInstruction):
-    """Take pending steps of replicas, and do redundant work, while the message that is received next is not there.
+    """Takes pending steps of replicas, and does redundant work, while the message that is received next is not there.
 
     Does nothing when the message is there already or nothing can be done, and never waits for the message itself: that
     is the next instruction's business.
@@ -60,50 +60,50 @@ class FillBubble(PipeInstruction):
 
 
 class ResendActivation(BufferOpInstruction):
-    """Send the retained output of micro-batch ``buffer_id`` of the current role to the next stage again."""
+    """Sends the retained output of micro-batch ``buffer_id`` of the current role to the next stage again."""
 
     buffer_id: int
 
 
 class ResendGrad(BufferOpInstruction):
-    """Send the retained input gradient of micro-batch ``buffer_id`` to the previous stage again."""
+    """Sends the retained input gradient of micro-batch ``buffer_id`` to the previous stage again."""
 
     buffer_id: int
 
 
 class SendSums(BufferOpInstruction):
-    """Send the sums of gradients up to micro-batch ``buffer_id`` to whom could take the current role or part over."""
+    """Sends the sums of gradients up to micro-batch ``buffer_id`` to whom could take the current role or part over."""
 
     buffer_id: int
 
 
 class SendChanges(PipeInstruction):
-    """Send what the script has changed of the current role to its shadow, which computes a part of it."""
+    """Sends what the script has changed of the current role to its shadow, which computes a part of it."""
 
 
 class RecvChanges(_RoleInstruction):
-    """Receive the same of ``role``, before this member computes a part of it."""
+    """Receives an owner's changes of ``role``, before this member computes a part of it."""
 
 
 class SendPart(_RoleInstruction):
-    """Send the gradients of the part of ``role`` that this member has computed as its shadow, to its owner."""
+    """Sends the gradients of the part of ``role`` that this member has computed as its shadow, to its owner."""
 
 
 class RecvPart(PipeInstruction):
-    """Receive the gradients of the part of the current role that its shadow has computed."""
+    """Receives the gradients of the part of the current role that its shadow has computed."""
 
 
 class SendReplica(PipeInstruction):
-    """Send the current role's reduced gradients to its shadow (asynchronously)."""
+    """Sends the current role's reduced gradients to its shadow (asynchronously)."""
 
 
 class RecvReplica(_RoleInstruction):
-    """Receive the reduced gradients of ``role``, which this member shadows; the current role stays."""
+    """Receives the reduced gradients of ``role``, which this member shadows; the current role stays."""
 
 
 class Commit(PipeInstruction):
-    """Drain all sends, enter and complete the iteration's commit all-reduce over all owners."""
+    """Drains all sends, enters and completes the iteration's commit all-reduce over all owners."""
 
 
 class StepReplica(_RoleInstruction):
-    """Perform on the replica of ``role`` the optimizer step that its owner performs, now or when there is time."""
+    """Performs on the replica of ``role`` the optimizer step that its owner performs, now or when there is time."""

@@ -87,7 +87,7 @@ def member_order(
     member: str,
     costs: BlockCosts | None = None,
 ) -> tuple[Work, ...]:
-    """What :func:`compute_order` says of ``member``, found from what that depends on.
+    """The order of ``member`` in :func:`compute_order`, found from what that depends on.
 
     *One span*: the passes of it that are left in 1F1B order. In every extension they are in this order, so nothing is
     simulated.
@@ -185,7 +185,7 @@ def _simulated(
         heappush(heap, (max(there, all_free(span)), -left, int(kind == "F"), span.work, span.number))
 
     def look(span: StageSpan) -> None:
-        """List ``span`` if its next pass can come."""
+        """Lists ``span`` if its next pass can come."""
         if span.listed or span.cursor == len(span.todo):
             return
         kind, m = span.todo[span.cursor]

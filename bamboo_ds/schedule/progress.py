@@ -16,7 +16,7 @@ from ..topology import Layout, Lent, Plan, Role, Side, part_hosts
 
 @dataclass(frozen=True)
 class PartProgress:
-    """What the member that computes a part of a stage has of it, in the current iteration. Members send it as it is.
+    """The progress of a part of a stage on the member that computes it. Members send it as it is.
 
     Attributes:
         begin: its first block.
@@ -70,7 +70,7 @@ class PartProgress:
 
 @dataclass(frozen=True)
 class RoleProgress:
-    """What the (new) owner of a role holds of the current iteration; with its shadow, where that computes a part.
+    """The progress of a role on its (new) owner; with its shadow's, where that computes a part.
 
     Attributes:
         parts: the whole role; or its front and its rear, where it is divided in this iteration.
@@ -93,7 +93,7 @@ class RoleProgress:
         return self.reduced or self.state_only or any(part.forwards for part in self.parts)
 
     def afresh(self) -> RoleProgress:
-        """That of the role, divided alike, in an iteration that no member has begun."""
+        """The progress of the role, divided alike, in an iteration that no member has begun."""
         return RoleProgress(tuple(PartProgress(*part.blocks) for part in self.parts), lent=self.lent)
 
 
@@ -163,7 +163,7 @@ def beside(
 
 
 def hosts(plan: Plan, progress: Mapping[Role, RoleProgress]) -> Hosts:
-    """Who computes the parts of every role in an iteration of ``progress``."""
+    """The members that compute the parts of every role in an iteration of ``progress``."""
     found: list[tuple[str, ...]] = []
     for role in plan.world.roles:
         owner, done = plan.owner(role), progress[role]
@@ -176,7 +176,7 @@ def hosts(plan: Plan, progress: Mapping[Role, RoleProgress]) -> Hosts:
 
 @dataclass(frozen=True)
 class MemberProgress:
-    """What a survivor tells the others after a loss.
+    """A survivor's report to the others after a loss.
 
     Attributes:
         step: iterations that the member has committed *and* stepped; it is in iteration ``step``.
@@ -194,7 +194,7 @@ class MemberProgress:
 
 @dataclass(frozen=True)
 class Decision:
-    """What all survivors do next; equal on all of them.
+    """The decision of all survivors; equal on all of them.
 
     Attributes:
         step: the iteration K that goes on.
@@ -213,7 +213,7 @@ class Decision:
 
 
 def decide(records: Mapping[str, MemberProgress], layout: Layout) -> Decision:
-    """What to do about the interrupted iteration, from the records of *all* members of the new plan.
+    """The decision on the interrupted iteration, from the records of *all* members of the new plan.
 
     Let K be the largest ``step`` among them. The rules, and why each is right:
 

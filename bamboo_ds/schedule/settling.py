@@ -1,4 +1,4 @@
-"""From where an interrupted iteration is resumed: what of its progress fits together.
+"""The progress from which an interrupted iteration is resumed: as much as fits together.
 
 A role that was taken over goes on from the newest sums that its lost owner has sent (``redundancy.sync_every``), or
 from the redundant passes that its heir has done. What the owner had given to its neighbours before that is gone::
@@ -23,7 +23,7 @@ from .progress import PartProgress, RoleProgress, beside
 def settle(
     layout: Layout, micro_batches: int, progress: Mapping[Role, RoleProgress], tied: Collection[int] = ()
 ) -> Mapping[Role, RoleProgress]:
-    """What of ``progress`` an iteration that is resumed can build on: the most that fits together.
+    """The progress that a resumed iteration can build on: the most of ``progress`` that fits together.
 
     Every part begins with the most that it can go on from (:func:`ways`), and takes the next best as long as something
     asks for that:
@@ -91,7 +91,7 @@ def settle(
 
 
 def ways(done: PartProgress) -> list[PartProgress]:
-    """From where a part can go on, the most finished passes first; the last is the beginning of the iteration.
+    """The points from which a part can go on, the most finished passes first, the iteration's beginning last.
 
     As it is, unless a pass is broken. From any sums that its member holds: of newer ones than its own, forward passes
     that it has finished beyond them stay finished.
@@ -121,14 +121,14 @@ class _Settling:
         self._ways = [ways(part) for part in done.parts]
 
     def now(self, index: int) -> PartProgress:
-        """What part ``index`` goes on from."""
+        """The progress that part ``index`` goes on from."""
         way = self._ways[index][0]
         if not self.reduced:
             return way
         return way.passes(self._all, self._all, self._all if self._done.state_only else way.since)
 
     def given(self, index: int) -> int:
-        """Of how many micro-batches part ``index`` has the gradients of its outputs, or does not need them any more."""
+        """The number of micro-batches of whose outputs part ``index`` has the gradients, or needs none any more."""
         now = self.now(index)
         # Those that were used are not here any more.
         kept = self.parts[index].given if now.backwards >= self.parts[index].backwards else 0
@@ -148,5 +148,5 @@ class _Settling:
             self._ways[index].pop(0)
 
     def settled(self) -> RoleProgress:
-        """What it comes to."""
+        """The settled progress."""
         return replace(self._done, parts=tuple(each[0] for each in self._ways), reduced=self.reduced)

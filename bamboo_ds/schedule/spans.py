@@ -85,12 +85,12 @@ class StageSpan:
 
     @cached_property
     def ends(self) -> dict[Kind, list[float | None]]:
-        """By kind and micro-batch when a pass ends: 0 if it is finished, ``None`` if it is not scheduled yet."""
+        """The ends of passes by kind and micro-batch: 0 if finished, ``None`` if not scheduled yet."""
         return {kind: [0 if m < done else None for m in range(self.micro_batches)] for kind, done in self._done.items()}
 
     @cached_property
     def work(self) -> float:
-        """How long the passes of a micro-batch take."""
+        """The time that the passes of a micro-batch take."""
         return sum(part.cost for part in self.parts)
 
     @cached_property
@@ -100,7 +100,7 @@ class StageSpan:
     def connect(
         self, before: StageSpan | None, after: StageSpan | None, forward_cost: float, backward_cost: float
     ) -> None:
-        """Get ready to be simulated between two spans of its pipeline."""
+        """Gets ready to be simulated between two spans of its pipeline."""
         beside: dict[Kind, StageSpan | None] = {"F": after, "B": before}
         self.fed = {kind: span for kind, span in beside.items() if span is not None}
         given: list[float | None] = [0] * self.micro_batches
@@ -137,7 +137,7 @@ class StageSpan:
         self.cursor, self.free = cursor, free
 
     def works(self, member: str, passes: Iterable[tuple[Kind, int]]) -> Iterator[Work]:
-        """What ``member`` does in ``passes``: those of parts that have not finished them."""
+        """The work of ``member`` in ``passes``: those of parts that have not finished them."""
         place = self.hosts.index(member)
         for kind, m in passes:
             for part in self._in_order(kind):

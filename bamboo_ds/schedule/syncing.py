@@ -1,4 +1,4 @@
-"""Which sums are sent in the middle of an iteration: of which roles, and how often (``redundancy.sync_every``)."""
+"""Sums that are sent in the middle of an iteration: of which roles, and how often (``redundancy.sync_every``)."""
 
 from __future__ import annotations
 

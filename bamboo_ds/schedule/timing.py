@@ -1,4 +1,4 @@
-"""When passes begin and end: the orders of :mod:`.orders` played with durations. Pure."""
+"""Begins and ends of passes: the orders of :mod:`.orders` played with durations. Pure."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Seconds = Callable[[Role, Kind, int, int, str], float]
 
 @dataclass(frozen=True)
 class PassTimeline:
-    """What members do from the begin of an iteration, or of what is left of it, to the end of the passes.
+    """The passes of members from the begin of an iteration, or of the rest of one, to their end.
 
     Attributes:
         spans: begin and end of every pass in seconds, by member in its order.
@@ -27,7 +27,7 @@ class PassTimeline:
 
     @property
     def seconds(self) -> float:
-        """Until the last pass ends; 0 if none is left."""
+        """Seconds until the last pass ends; 0 if none is left."""
         return max((spans[-1][1] for spans in self.spans.values() if spans), default=0.0)
 
 
@@ -41,7 +41,7 @@ def timeline(
     ratio: tuple[float, float] = (1, 2),
     message_s: float = 0.0,
 ) -> PassTimeline:
-    """Play :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
+    """Plays :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
 
     Args:
         layout: the logical world, without tensor slices.

@@ -143,7 +143,7 @@ class BambooJob(SimulatedTraining):
         return self._written is not None and self._written.plan.interrupts()
 
     def _known(self) -> tuple[object, ...]:
-        """What the leader's decisions depend on between two losses."""
+        """The input of the leader's decisions between two losses."""
         return self.plan.epoch, tuple(self.ready), frozenset(self._copied)
 
     def _concerns(self, node: str) -> bool:
@@ -257,7 +257,7 @@ class BambooJob(SimulatedTraining):
                 return
 
     def _write_s(self) -> float:
-        """Of a checkpoint: each member writes an equal share, or what it cannot divide."""
+        """Seconds to write a checkpoint: each member writes an equal share, or what it cannot divide."""
         whole = sum(self._pace.parameters) * self._pace.saved
         return max(self._load_s, whole / max(1, len(self.members)) / (self.terms.storage_gb_s * 1e9))
 
@@ -275,7 +275,7 @@ class BambooJob(SimulatedTraining):
         yield from self._checkpoint(self._copy_s, self._write_s(), self.plan.owners, waits)
 
     def _change(self, action: WritePlan) -> Run:
-        """Enter the plan that the leader has written since the last boundary."""
+        """Enters the plan that the leader has written since the last boundary."""
         previous, owners = self.plan.epoch, self.plan.owners
         self._write(action.plan, action.reason)
         self._pace_up()
@@ -293,7 +293,7 @@ class BambooJob(SimulatedTraining):
         return self._written is not None or not all(copies.offered for copies in self._copying)
 
     def _recover(self) -> Run:
-        """Take over from lost members in the middle of an iteration, and finish it."""
+        """Takes over from lost members in the middle of an iteration, and finishes it."""
         self._entered = False
         done, at_s = self._within()
         at_s -= 0.0 if done else min(at_s, self.more_s)
@@ -328,7 +328,7 @@ class BambooJob(SimulatedTraining):
         yield from self._finish(left.seconds, ordinary)
 
     def _answer(self) -> Run:
-        """What the leader does about losses, once it knows of them."""
+        """The leader's answer to losses, once it knows of them."""
         yield from self._hold(self.terms.detection_s)
         action = self._decider.decide(self._view(), self.env.now)
         while isinstance(action, Wait) and action.until is not None:
@@ -368,7 +368,7 @@ class BambooJob(SimulatedTraining):
         self._pace_up()
 
     def _fatal(self, plan: Plan, lost: Sequence[str]) -> Run:
-        """Nobody holds some stage, or the heirs have not the memory for it: the job starts again."""
+        """Starts the job again: no member holds some stage, or the heirs lack the memory for it."""
         self._emit_losses(lost)
         if not plan.lost_roles:
             self.outcome.refused += 1

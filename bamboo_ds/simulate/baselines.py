@@ -39,7 +39,7 @@ class Arrangement:
 
 
 class Stock:
-    """How fast stock DeepSpeed is: 1F1B, pipelines that meet in a reduction, no replicas.
+    """The speed of stock DeepSpeed: 1F1B, pipelines that meet in a reduction, no replicas.
 
     Args:
         profile: of the model.
@@ -130,7 +130,7 @@ class Stock:
         return self._pipelines[key]
 
     def best(self, members: int) -> Arrangement | None:
-        """The fastest job of ``members`` or fewer; ``None``: none fits."""
+        """The fastest job of ``members`` or fewer that fits, or ``None``."""
         profile = self.profile
         for count in range(len(self._best), members + 1):
             best = self._best[count - 1]
@@ -168,7 +168,7 @@ class Stock:
 
 
 class _StockJob(SimulatedTraining):
-    """What both jobs of stock DeepSpeed do alike."""
+    """The common part of both jobs of stock DeepSpeed."""
 
     def __init__(self, market: Market, stock: Stock, terms: Terms, seed: int) -> None:
         super().__init__(market, stock.profile, terms, seed)
@@ -176,7 +176,7 @@ class _StockJob(SimulatedTraining):
         self.now: Arrangement | None = None
 
     def _arranged(self, now: Arrangement, members: Sequence[str], lost: Sequence[str] = ()) -> None:
-        """Train like this from now on."""
+        """Trains like this from now on."""
         self.now, self.iteration_s, self.batch = now, now.seconds, now.batch
         self.epoch += 1
         self._emit_plan(members, members, lost=lost)
@@ -207,7 +207,7 @@ class CheckpointRestart(_StockJob):
         return self.market.seconds / max(1, self.market.losses)
 
     def _interval_s(self) -> float:
-        """That of Young and Daly; not before the last checkpoint is written."""
+        """The interval of Young and Daly; at least the time to write a checkpoint."""
         now = self.now
         assert now is not None
         optimum = young_daly_s(self.stock.copy_s(now.pipelines, now.stages), self._between_losses_s)
@@ -317,7 +317,7 @@ class SampleDropping(_StockJob):
             self.tell()
 
     def _recover(self) -> Run:
-        """Finish the interrupted iteration without the pipelines that have lost members."""
+        """Finishes the interrupted iteration without the pipelines that have lost members."""
         done, within = self._within()
         whole = self.now.seconds if self.now else 0.0
         # Of an iteration that a loss has interrupted before, only the rest was under way.

@@ -14,7 +14,7 @@ from .profile import Profile
 
 @dataclass(frozen=True)
 class Footprint:
-    """What stages take, and whether plans fit.
+    """The memory of stages, and whether plans fit.
 
     Attributes:
         profile: of the model and the devices.
@@ -36,7 +36,7 @@ class Footprint:
 
     @cached_property
     def stages(self) -> tuple[StageMemory, ...]:
-        """What roles take by stage, as workers tell it once they have measured their passes."""
+        """The memory of roles by stage, as workers report it once they have measured their passes."""
         found = []
         for stage, count in enumerate(self.parameters):
             chosen = round(self.micro_batches * self.kept[stage]) if self.mode is RedundancyMode.AUTO else None

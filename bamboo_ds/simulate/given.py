@@ -1,4 +1,4 @@
-"""What options and files give to a simulation: models whose mistakes are told by names of options."""
+"""The input of a simulation from options and files: models whose mistakes are told by names of options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Given(BaseModel):
 
 
 def checked(where: str, make: Callable[[], Found]) -> Found:
-    """What ``make`` makes of what was given.
+    """The result of ``make``, its errors told by names of options.
 
     Args:
         where: the option; empty where fields are options themselves.

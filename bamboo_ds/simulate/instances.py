@@ -64,7 +64,7 @@ def of_option(text: str) -> Instance:
 def offered(
     instance: Instance, market: Callable[[int], Market], profile: Profile, terms: Terms, config: BambooConfig
 ) -> Simulation:
-    """What is simulated on an instance type.
+    """The simulation on an instance type.
 
     Args:
         instance: the type.

@@ -1,4 +1,4 @@
-"""Which nodes there are, and when: of a trace, or drawn."""
+"""Markets: nodes that come and go, by a trace or drawn."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class Market:
 
     @property
     def node_seconds(self) -> float:
-        """Over all nodes, how long they are there."""
+        """Node-seconds of the whole market."""
         return sum(
             (self.seconds - change.at_ms / 1000) * (1 if change.what == "add" else -1) for change in self.changes
         )
@@ -94,7 +94,7 @@ class Market:
         return [*found, (last, self.seconds, count)]
 
     def window(self, begin_s: float, seconds: float | None) -> Market:
-        """What happens from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
+        """The market from ``begin_s`` on, for ``seconds``; nodes that are there then are there at the begin.
 
         Raises:
             ConfigError: it reaches beyond the market.
@@ -126,7 +126,7 @@ class Market:
         return replace(self, changes=changes, seconds=self.seconds / times)
 
     def rented(self, limit: int) -> Market:
-        """Of the nodes that there are, those that a job rents which wants no more than ``limit``."""
+        """The nodes that a job rents which wants no more than ``limit``."""
         return replace(self, changes=tuple(within(self.changes, limit)))
 
 
@@ -178,7 +178,7 @@ def _counted(lines: Sequence[str], name: str, draw: Random) -> Iterator[Change]:
 
 @dataclass(frozen=True)
 class Climate:
-    """How nodes are drawn.
+    """The law by which nodes are drawn.
 
     Attributes:
         hourly: share of the living nodes that is lost in an hour, besides those whose lifetime ends.

@@ -1,4 +1,4 @@
-"""How long iterations take under a plan, whole or interrupted by a loss.
+"""Durations of iterations under a plan, whole or interrupted by a loss.
 
 Passes are those of :func:`~bamboo_ds.schedule.compute_order`, by list scheduling. Pipelines that share no member are
 played each for itself, and equal ones once.
@@ -194,13 +194,13 @@ class Pace:
         return until[end] - until[begin]
 
     def played(self, group: _Group) -> PassTimeline:
-        """What the members of ``group`` do, by their numbers."""
+        """The passes of the members of ``group``, by their numbers."""
         return self._played(group.shape)
 
     def _advance(
         self, shape: _Shape, at_s: float, lost: frozenset[int], noticed_s: float
     ) -> tuple[tuple[RoleProgress, ...], dict[int, int]]:
-        """What is done, and how many of their passes members have done."""
+        """The finished work, and how many of their passes members have done."""
         layout = replace(self.layout, pipelines=shape.pipelines)
         begins = [[part.begin for part in done.parts] for done in shape.progress]
         spans = self._played(shape).spans
@@ -244,14 +244,14 @@ class Pace:
         return found
 
     def sums_of(self, part: PartProgress) -> tuple[int, ...]:
-        """Of how many micro-batches the sums of a part are kept that have been sent."""
+        """The numbers of micro-batches in the two newest sums of a part that have been sent."""
         counts = range(self.sync_every, min(part.backwards, self.micro_batches - 1) + 1, self.sync_every or 1)
         return tuple(counts)[-2:] if self.sync_every else ()
 
     def advanced(
         self, groups: Sequence[_Group], at_s: float, lost: Collection[str] = (), noticed_s: float | None = None
     ) -> tuple[dict[Role, RoleProgress], dict[str, int]]:
-        """What is done after ``at_s`` seconds, and how many of their passes members have done.
+        """The finished work after ``at_s`` seconds, and how many of their passes members have done.
 
         Args:
             groups: pipelines.
@@ -336,7 +336,7 @@ class Stretch:
         return self._passes_s + gradients_s + update_s
 
     def after(self, plan: Plan, at_s: float, noticed_s: float | None = None) -> Stretch:
-        """What is left when members go on by ``plan``, which replaces lost ones.
+        """The rest when members go on by ``plan``, which replaces lost ones.
 
         Args:
             plan: the new one.
@@ -414,7 +414,7 @@ class Stretch:
         return self._pace.footprint.waiting(self.plan)
 
     def _spans(self, member: str) -> Sequence[tuple[float, float, tuple[Role, str, int, int]]]:
-        """What ``member`` does, with the roles of the plan."""
+        """The spans of ``member``, with the roles of the plan."""
         for group in self._groups:
             if member in group.members:
                 spans = self._pace.played(group).spans[str(group.members.index(member))]

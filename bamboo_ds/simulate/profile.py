@@ -1,4 +1,4 @@
-"""What a model's layers cost on a device: files, and presets by the shapes of published models."""
+"""Costs of a model's layers on a device: files, and presets by the shapes of published models."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ class Profile(Given):
 
     @property
     def parameters(self) -> int:
-        """Of all layers."""
+        """The number of parameters of all layers."""
         return sum(layer.parameters for layer in self.each)
 
     def on_device(self, speed: float, memory_bytes: int | None) -> Profile:

@@ -22,7 +22,7 @@ WARM_UP = 2
 
 @dataclass(frozen=True)
 class Told:
-    """What members have told of a stage.
+    """The members' measurements of a stage.
 
     Attributes:
         blocks: seconds of its blocks, in their order; empty where they are not measured.
@@ -80,7 +80,7 @@ def layers_of(
 
 
 def _times(spans: Iterable[Span], stages: int) -> tuple[list[_Times], int]:
-    """Of each stage, and the number of micro-batches of a pipeline."""
+    """The times of each stage, and the number of micro-batches of a pipeline."""
     found: dict[tuple[int, Kind], list[float]] = defaultdict(list)
     counts: dict[tuple[tuple[int, int], int], int] = defaultdict(int)
     for span in spans:
@@ -111,7 +111,7 @@ def _shares(blocks: Sequence[float], layers: int) -> list[float]:
 
 
 def _bytes(told: Mapping[int, Told], stage: int, stages: int, micro_batches: int, retains: bool) -> tuple[int, float]:
-    """Of a micro-batch: the output of a layer of the stage, and what all its layers keep."""
+    """Bytes of a micro-batch: the output of a layer of the stage, and what all its layers keep."""
     before = told[stage - 1].output if stage else 0
     under_way = min(micro_batches, stages - stage)
     boundary = before + told[stage].output

@@ -1,4 +1,4 @@
-"""What comes out of a sweep: the setups, whether one is worth it, and the block to paste."""
+"""The results of a sweep: the setups, whether one is worth it, and the block to paste."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class _OfSweep(BaseModel):
 
 
 class Setup(_OfSweep):
-    """What a job is run with."""
+    """The setup of a job."""
 
     policy: str = Field(description="one of `bamboo simulate`; of this package with its redundancy.mode")
     instance: str
@@ -58,7 +58,7 @@ class Setup(_OfSweep):
 
     @property
     def members(self) -> int:
-        """Of the nodes those that can own a role."""
+        """The number of nodes that can own a role."""
         return min(self.nodes, self.arranged.size)
 
     @property
@@ -122,7 +122,7 @@ class Rented(_OfSweep):
 
 
 class Paste(_OfSweep):
-    """How to run a job with a setup."""
+    """The options and the block of a setup's job."""
 
     members: int = Field(description="-n of bamboo run, --start of bamboo join")
     ranks: int = Field(description="--ranks of both, if that is more; ranks of another launcher")
@@ -133,7 +133,7 @@ class Paste(_OfSweep):
 
 
 class Swept(_OfSweep):
-    """What ``bamboo simulate --sweep --json`` prints."""
+    """The output of ``bamboo simulate --sweep --json``."""
 
     profile: str
     hours: float
@@ -146,7 +146,7 @@ class Swept(_OfSweep):
     alternatives: list[Ranked] = Field(description="the best of each other policy, in the same order")
     worth_it: bool | None = Field(description="null: too close to call")
     verdict: str
-    paste: Paste | None = Field(description="of the first setup; null: there is none")
+    paste: Paste | None = Field(description="of the first setup, or null")
     unfit: dict[str, float] = Field(description="GiB of a device that setups would need which do not fit")
     unmodelled: list[str] = Field(description="settings other than the default that simulations know nothing of")
 
@@ -172,7 +172,7 @@ def block(setup: Setup, config: BambooConfig, profile: Profile) -> dict[str, Any
 
 
 def paste(ranked: Ranked, config: BambooConfig, profile: Profile) -> Paste:
-    """How to run a job with a setup that was simulated."""
+    """The options and the block of the job of a setup that was simulated."""
     setup = ranked.setup
     assert setup.pipelines is not None and setup.stages is not None
     settings = {

@@ -41,7 +41,7 @@ _STUDENT = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228
 
 
 class Figures(BaseModel):
-    """What a policy makes of a market."""
+    """The figures of a policy on a market."""
 
     model_config = ConfigDict(frozen=True)
 
@@ -73,7 +73,7 @@ class PolicyReport(Figures):
 
 
 class Memory(BaseModel):
-    """What a device needs, in bytes, of the full job."""
+    """The memory of a device, in bytes, in the full job."""
 
     mode: RedundancyMode = Field(description="redundancy.mode of the settings; there are no replicas in none")
     device: int | None = Field(description="null: not looked at")
@@ -84,7 +84,7 @@ class Memory(BaseModel):
 
 
 class Report(BaseModel):
-    """What ``bamboo simulate --json`` prints."""
+    """The output of ``bamboo simulate --json``."""
 
     profile: str
     pipelines: int
@@ -101,7 +101,7 @@ class Report(BaseModel):
 
 @dataclass
 class Simulation:
-    """What is simulated.
+    """A simulation: its nodes, its model and its assumptions.
 
     Args:
         market: by seed.
@@ -165,7 +165,7 @@ class Simulation:
         return self.pipelines, self.stages
 
     def pace(self, mode: RedundancyMode, whole: bool = False) -> Pace:
-        """Of the job in a mode, with stages that are computed whole or divided as the settings have it."""
+        """The pace of the job in a mode, with stages whole or divided as the settings have it."""
         if (mode, whole) not in self._paces:
             setting = self.config.topology.blocks
             blocks = 1 if whole else AUTO if setting == "auto" else setting
@@ -254,7 +254,7 @@ class Simulation:
         return report, outcomes
 
     def alone(self, policy: str, seeds: int = 1) -> PolicyReport:
-        """What one policy's job comes to, without the limit, for which the planner takes long.
+        """The figures of one policy's job, without the limit, for which the planner takes long.
 
         Args:
             policy: one that is simulated: not on-demand, nor limit.
@@ -266,7 +266,7 @@ class Simulation:
         return _mean(figures, self._price(policy), [each.idle for each in done if each.idle])
 
     def on_demand(self, nodes: int) -> PolicyReport:
-        """What the fastest job of stock DeepSpeed on so many nodes comes to on demand, where one fits on them."""
+        """The figures of the fastest job of stock DeepSpeed on so many nodes on demand, where one fits on them."""
         best, seconds, price = self.stock.best(nodes), self.market(0).seconds, self.terms.on_demand_price
         assert best is not None
         return _mean([_steady(best.speed * seconds, seconds, 0.0, best.size * seconds, price)], price, [])
@@ -274,7 +274,7 @@ class Simulation:
     # -- the limit ----------------------------------------------------------------------------------------
 
     def _speeds(self, markets: Collection[Market], jobs: Iterable[SimulatedTraining]) -> list[float]:
-        """By number of nodes, the samples per second of the fastest job without losses that they allow.
+        """The samples per second of the fastest job without losses, by number of nodes.
 
         That is the fastest of stock DeepSpeed's arrangements, of the job that the planner makes of them, without what
         replicas cost, and of all plans of so many members that a simulated job had.
@@ -350,7 +350,7 @@ class Simulation:
         return pace.footprint.need(planned(pace, members, self.config))
 
     def memory(self) -> Memory:
-        """What devices need."""
+        """The memory that devices need."""
         pipelines, stages = self.size
         full, device = self.need(pipelines * stages), self.profile.memory_bytes
         # With fewer members none needs less.
@@ -382,7 +382,7 @@ def _rates(samples: float, seconds: float, limit: float, node_seconds: float, pr
 
 
 def _steady(samples: float, seconds: float, limit: float, node_seconds: float, price: float) -> Figures:
-    """Of a job that loses nothing."""
+    """The figures of a job that loses nothing."""
     return Figures(
         **_rates(samples, seconds, limit, node_seconds, price),
         goodput=1.0,
@@ -404,7 +404,7 @@ def _limit_samples(market: Market, start_s: float, speeds: Sequence[float]) -> f
 
 
 def _mean(each: Sequence[Figures], price: float, idle: Sequence[str]) -> PolicyReport:
-    """Of all seeds; ``idle``: why jobs did not train at the end, of the seeds of which there is such."""
+    """The means over all seeds; ``idle``: why jobs did not train at the end, of the seeds that have a reason."""
     values: dict[str, object] = {}
     ranges: dict[str, tuple[float, float]] = {}
     for name in Figures.model_fields:

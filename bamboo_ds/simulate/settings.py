@@ -1,4 +1,4 @@
-"""Which settings of the ``"bamboo"`` block simulated jobs go by, and which they know nothing of."""
+"""Settings of the ``"bamboo"`` block that simulated jobs go by, and those that they know nothing of."""
 
 from __future__ import annotations
 

@@ -76,7 +76,7 @@ class Sweep:
         self._job = lru_cache(maxsize=None)(self._job_of)
 
     def run(self) -> Swept:
-        """Search.
+        """Carries the search out.
 
         Raises:
             ConfigError: the only pipelines or stages that are wanted are those of no job.
@@ -150,7 +150,7 @@ class Sweep:
     # -- what is tried ------------------------------------------------------------------------------------
 
     def _arranged(self) -> dict[str, list[Arranged]]:
-        """By policy, arrangements in the order in which they are simulated: the fastest, then by cost.
+        """The arrangements by policy, in the order in which they are simulated: the fastest, then by cost.
 
         By the closed form of stock pipelines, on as many of the nodes that there are as each can use.
         """
@@ -196,11 +196,11 @@ class Sweep:
         return whole.but(config=setup.config(whole.config), **size).need(setup.members)
 
     def _nodes(self, arranged: Arranged) -> int:
-        """How many of the nodes can have a role."""
+        """The number of nodes that can have a role."""
         return min(arranged.size, self.types[arranged.instance].market(0).most)
 
     def _climb(self, policy: str, among: Sequence[Arranged]) -> None:
-        """Simulate arrangements in a policy, then the best of them with whole stages, and with spare nodes."""
+        """Simulates arrangements in a policy, then the best of them with whole stages, and with spare nodes."""
         blocks = None if policy == DROPPING else "auto"
         for arranged in among[:_MOST]:
             if sum(each.fast_enough for each in self._ranking() if each.setup.policy == policy) >= _ARRANGED:
@@ -231,7 +231,7 @@ class Sweep:
     # -- simulations --------------------------------------------------------------------------------------
 
     def _simulate(self, setup: Setup, seeds: int) -> None:
-        """Find what ``setup`` comes to; with one seed at first, which says at which interval checkpoints are made."""
+        """Finds what ``setup`` comes to; with one seed at first, which says at which interval checkpoints are made."""
         known = self._found.get(setup)
         if known is not None and known.seeds >= seeds:
             return
@@ -336,6 +336,6 @@ def arrangements(profile: Profile, most: int, pipelines: int | None, stages: int
 
 
 def _rank(samples_per_s: float, cost: float | None, wanted: float) -> tuple[bool, bool, float]:
-    """Those that are fast enough by cost, the others by speed, and last what trains nothing."""
+    """The rank of a setup: fast enough ones by cost, the others by speed, and last what trains nothing."""
     slow = samples_per_s < wanted
     return (True, True, 0.0) if cost is None else (False, slow, -samples_per_s if slow else cost)

@@ -1,4 +1,4 @@
-"""What is assumed besides the model: network, pauses, start times, prices, checkpoints."""
+"""Assumptions besides the model: network, pauses, start times, prices, checkpoints."""
 
 from __future__ import annotations
 

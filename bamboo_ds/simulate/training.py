@@ -1,4 +1,4 @@
-"""What all simulated jobs share: nodes that come and go, steps, checkpoints, and the events that they emit."""
+"""The part that all simulated jobs share: nodes that come and go, steps, checkpoints, and the events that they emit."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Checkpoint:
 
 @dataclass
 class SimulatedOutcome:
-    """What a simulated job has done.
+    """The outcome of a simulated job.
 
     Attributes:
         samples: of committed steps, without those that were lost with a restart, or with a job that does not train at
@@ -121,7 +121,7 @@ class SimulatedTraining(ABC):
             self._register(node)
 
     def simulate(self) -> SimulatedOutcome:
-        """Run to the end of the market."""
+        """Runs to the end of the market."""
         self._process = self.env.process(self.run())
         self.env.process(self._watch())
         self.env.run(until=self.market.seconds)
@@ -134,7 +134,7 @@ class SimulatedTraining(ABC):
         return self.outcome
 
     def run(self) -> Run:
-        """Start, then train, from boundary to boundary or from loss to loss."""
+        """Starts, then trains, from boundary to boundary or from loss to loss."""
         yield from self._gather(first=True)
         while True:
             try:
@@ -144,7 +144,7 @@ class SimulatedTraining(ABC):
                 yield from self._recover()
 
     def _gather(self, first: bool = False) -> Run:
-        """Start, or start again, on the members that there are as soon as they are enough."""
+        """Starts, or starts again, on the members that there are as soon as they are enough."""
         while True:
             if not first:
                 yield from self._restart()
@@ -161,23 +161,23 @@ class SimulatedTraining(ABC):
 
     @abstractmethod
     def _restart(self) -> Run:
-        """Wait for a restart, to its end."""
+        """Waits for a restart, to its end."""
 
     @abstractmethod
     def _lacking(self) -> str | None:
-        """Why the job cannot train on the members that there are; ``None``: it can."""
+        """The reason why the job cannot train on the members that there are, or ``None``."""
 
     @abstractmethod
     def _go(self) -> None:
-        """Train on the members that there are from now on."""
+        """Trains on the members that there are from now on."""
 
     @abstractmethod
     def _boundary(self) -> Run:
-        """Between two iterations: a checkpoint that is due, and members that come."""
+        """Does what is due between two iterations: a checkpoint, and the admission of members."""
 
     @abstractmethod
     def _recover(self) -> Run:
-        """Go on after the loss of a member, in an iteration or between two."""
+        """Goes on after the loss of a member, in an iteration or between two."""
 
     # -- nodes --------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class SimulatedTraining(ABC):
             self.tell()
 
     def tell(self) -> None:
-        """Something has changed that the job looks at with the next boundary."""
+        """Tells of a change that the job looks at with the next boundary."""
         if self._news is not None and not self._news.triggered:
             self._news.succeed()
 
@@ -237,7 +237,7 @@ class SimulatedTraining(ABC):
     # -- waiting ------------------------------------------------------------------------------------------
 
     def _hold(self, seconds: float, whole: bool = True) -> Run:
-        """Wait; whether a member was lost meanwhile, which ends it unless it is to be the ``whole`` time."""
+        """Waits; returns whether a member was lost meanwhile, which ends it unless it is to be the ``whole`` time."""
         until, struck = self.env.now + seconds, False
         while self.env.now < until and (whole or not struck):
             try:
@@ -247,7 +247,7 @@ class SimulatedTraining(ABC):
         return struck
 
     def _start_again(self, seconds: float, count: int | None = None) -> Run:
-        """Wait for a restart of the first ``count`` of the members at hand; the loss of one of them begins it anew."""
+        """Waits for a restart of the first ``count`` of the members at hand; the loss of one of them begins it anew."""
         begun = self.env.now
         while (left := begun + seconds - self.env.now) > 0:
             starting = list(self.ready)[:count]
@@ -255,7 +255,7 @@ class SimulatedTraining(ABC):
             begun = max([begun, *(self.gone[node] for node in starting if node in self.gone)])
 
     def _wait(self) -> Run:
-        """Wait for news, without training; losses are news."""
+        """Waits for news, without training; losses are news."""
         self._news = self.env.event()
         with suppress(self._simpy.Interrupt):
             yield self._news
@@ -269,7 +269,7 @@ class SimulatedTraining(ABC):
         return False
 
     def _train(self) -> Run:
-        """Do whole iterations until there is news or a checkpoint is due, to the next boundary.
+        """Does whole iterations until there is news or a checkpoint is due, to the next boundary.
 
         Raises:
             simpy.Interrupt: a member was lost. What was committed before is; :meth:`_within` tells of the rest.
@@ -342,7 +342,7 @@ class SimulatedTraining(ABC):
             self._checkpoint_due = begun + self._interval_s()
 
     def _checkpoint(self, copied_s: float, written_s: float, writers: Sequence[str], whole: bool = False) -> Run:
-        """Copy to host memory, which training waits for, and write in the background.
+        """Copies to host memory, which training waits for, and writes in the background.
 
         Training waits for an earlier save as well, unless it has failed: a writer was lost before its end.
 

@@ -96,7 +96,7 @@ class FileRecord(_Record):
 
 
 class _SaveFacts(_Record):
-    """What is known of a save from its beginning on.
+    """The facts of a save that are known from its beginning on.
 
     Attributes:
         save_id: names this attempt; a repetition of the same save has another one.
@@ -133,12 +133,12 @@ class SaveRecord(_SaveFacts):
 
     @property
     def lineage(self) -> tuple[str, int]:
-        """That saves, see :mod:`bamboo_ds.generations`."""
+        """The lineage that saves, see :mod:`bamboo_ds.generations`."""
         return self.origin, self.generation
 
     @property
     def facts(self) -> dict[str, Any]:
-        """What the :class:`Manifest` repeats."""
+        """The facts that the :class:`Manifest` repeats."""
         return {name: getattr(self, name) for name in _SaveFacts.model_fields}
 
 
@@ -229,7 +229,7 @@ def is_own(path: Location) -> bool:
 
 
 def inside(folder: Location, name: str) -> Location:
-    """What is called ``name`` in ``folder``."""
+    """The location of ``name`` in ``folder``."""
     return folder / name if isinstance(folder, Path) else f"{folder}/{name}"
 
 
@@ -265,7 +265,7 @@ def parse_manifest(text: bytes, where: Location) -> Manifest:
 
 
 def folder_of(checkpoint: Path) -> Path:
-    """What was given to ``save_checkpoint``: levels up where the tag is nested. Raises as :func:`read_manifest`."""
+    """The folder given to ``save_checkpoint``: levels up where the tag is nested. Raises as :func:`read_manifest`."""
     return checkpoint.parents[len(PurePosixPath(read_manifest(checkpoint).tag).parts) - 1]
 
 
@@ -279,7 +279,7 @@ def file_record(path: Path) -> FileRecord:
 
 
 def verify(checkpoint: Path | str, checksums: bool = True) -> list[Problem]:
-    """Compare one checkpoint with its manifest; an empty list means that it is whole.
+    """Compares one checkpoint with its manifest; an empty list means that it is whole.
 
     Args:
         checkpoint: the folder that holds the manifest.

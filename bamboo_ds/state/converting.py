@@ -37,7 +37,7 @@ _SHOWN = 5
 
 @dataclass(frozen=True)
 class Converted:
-    """What a conversion has made: ``path``, of the checkpoint ``source`` with the files ``files``."""
+    """The result of a conversion: ``path``, of the checkpoint ``source`` with the files ``files``."""
 
     path: Path
     source: CheckpointInfo
@@ -46,7 +46,7 @@ class Converted:
 
 @dataclass
 class Holding:
-    """What the shards of one stage hold of a parameter: of each its fp32 weights and its moments, flat."""
+    """The part of a parameter in the shards of one stage: of each its fp32 weights and its moments, flat."""
 
     parts: list[list[torch.Tensor]] = field(default_factory=list)
 
@@ -67,7 +67,7 @@ class Holding:
 
 
 def convert(source: CheckpointInfo, into: Path, allow_missing: bool = False) -> Converted:
-    """Convert ``source`` into ``into``; the tag there is that of ``source`` with ``_universal``.
+    """Converts ``source`` into ``into``; the tag there is that of ``source`` with ``_universal``.
 
     Args:
         allow_missing: also if frozen parameters or buffers would not be loaded.
@@ -189,7 +189,7 @@ def tied(path: Path, files: Files) -> list[str]:
 
 
 def _check_tied(name: str, stages: dict[int, Holding]) -> None:
-    """Refuse a parameter of several stages of which the converter would make something else."""
+    """Refuses a parameter of several stages of which the converter would make something else."""
     first = min(stages)
     if first and len({held.sizes for held in stages.values()}) > 1:
         raise CheckpointError(
@@ -234,7 +234,7 @@ def _check_optimizer(file: Path, state: dict[str, Any]) -> None:
 
 
 def check_layers(path: Path, files: Files, made: Path | None = None) -> None:
-    """Refuse a checkpoint of which something would be left out: DeepSpeed loads what the optimizer holds.
+    """Refuses a checkpoint of which something would be left out: DeepSpeed loads what the optimizer holds.
 
     Args:
         made: what the converter has made. Files of layers do not tell which layers are tied: without it all are taken
@@ -262,7 +262,7 @@ def _is_made_of(file: Path, tensor: torch.Tensor) -> bool:
 
 
 def _link(path: Path, files: Files, folder: Path) -> None:
-    """Put links to the files into ``folder``, and as many files of layers as the converter counts on.
+    """Puts links to the files into ``folder``, and as many files of layers as the converter counts on.
 
     It reads none of these, but wants one of layer 1, and one for each stage besides those of the first and last layer.
     """
@@ -278,7 +278,7 @@ def _link(path: Path, files: Files, folder: Path) -> None:
 
 
 def _describe(file: Path, shared: list[str]) -> None:
-    """Tell the converter in the file of the first stage which parameters other stages have, too."""
+    """Tells the converter in the file of the first stage which parameters other stages have, too."""
     from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE
 
     if not shared:
@@ -293,7 +293,7 @@ def _describe(file: Path, shared: list[str]) -> None:
 
 
 def _run(work: Path, source: Path) -> None:
-    """Run DeepSpeed's converter. Names are relative: it takes those of its folders as patterns."""
+    """Runs DeepSpeed's converter. Names are relative: it takes those of its folders as patterns."""
     command = [sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal", "--inject_missing_state"]
     command += ["--input_folder", "source", "--output_folder", "made"]
     done = subprocess.run(command, cwd=work, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)

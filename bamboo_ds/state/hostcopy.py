@@ -35,7 +35,7 @@ class BufferPool:
         return page_locked(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
 
     def give(self, buffers: list[torch.Tensor], pinned: bool) -> None:
-        """Return buffers to the pool, after which the caller must not use them."""
+        """Returns buffers to the pool, after which the caller must not use them."""
         with self._lock:
             for buffer in buffers:
                 self._free[bare(buffer).numel(), pinned].append(buffer)
@@ -81,7 +81,7 @@ class HostCopy:
         return _Unpickler(self._structure, self._tensors).load()
 
     def release(self) -> None:
-        """Return the memory to the pool. After that neither :meth:`state` nor its results may be used."""
+        """Returns the memory to the pool. After that neither :meth:`state` nor its results may be used."""
         buffers, self._tensors, self._buffers = self._buffers, [], {}
         if self._pool is not None:
             for pinned, some in buffers.items():

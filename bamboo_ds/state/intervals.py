@@ -1,4 +1,4 @@
-"""How often a job takes checkpoints of its own: Young's interval, from the losses that it has seen. Pure.
+"""The interval of a job's own checkpoints: Young's, from the losses that it has seen. Pure.
 
 A checkpoint that costs C seconds of training every T seconds, and a loss that costs T / 2 seconds on average every M
 seconds, cost C / T + T / (2 M) of the time together. The least is at T = sqrt(2 C M): J. W. Young, "A first order
@@ -35,7 +35,7 @@ class LossRate(BaseModel):
     losses: int = Field(0, ge=0)
 
     def plus(self, seconds: float, losses: int) -> LossRate:
-        """That of a job that has seen ``losses`` more in ``seconds`` more."""
+        """The rate of a job that has seen ``losses`` more in ``seconds`` more."""
         return LossRate(seconds=self.seconds + seconds, losses=self.losses + losses)
 
     @property

@@ -42,7 +42,7 @@ class Places:
         return known
 
     def _mirror_of(self, folder: Path) -> ObjectStore | None:
-        """What mirrors a folder of the script's."""
+        """The mirror of a folder of the script's."""
         return None if self.mirror is None or is_own(folder) else self.store(self.mirror + folder.as_posix())
 
     # -- on this host -------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ class Places:
         return str(path.parent), path.name
 
     def bring(self, folder: str, tag: str | None, save_id: str | None = None) -> str | None:
-        """Bring a checkpoint from the mirror of ``folder`` to this host, if it is there.
+        """Brings a checkpoint from the mirror of ``folder`` to this host, if it is there.
 
         Args:
             folder: of the script.

@@ -19,17 +19,17 @@ logger = logging.getLogger("bamboo_ds")
 
 
 def own_folder(place: Path | str, job: str) -> Path:
-    """Where ``job`` keeps checkpoints of its own, if the folder ``place`` is their place."""
+    """The folder of ``job``'s own checkpoints, if ``place`` is their place."""
     return Path(os.path.abspath(place), OWN, job)
 
 
 def own_location(place: Location, job: str) -> Location:
-    """As :func:`own_folder`; ``place`` may be the URL of a store, too."""
+    """The location of ``job``'s own checkpoints in ``place``, a folder or the URL of a store."""
     return f"{str(place).rstrip('/')}/{OWN}/{job}" if is_url(place) else own_folder(place, job)
 
 
 def list_own(place: Path | str, checksums: bool = False) -> list[CheckpointInfo]:
-    """As :func:`list_checkpoints` of the checkpoints of all jobs' own in ``place``."""
+    """The checkpoints of all jobs' own in ``place``, as :func:`list_checkpoints` has them."""
     jobs = sorted(each for each in Path(place, OWN).glob("*") if each.is_dir())
     return [info for each in jobs for info in list_checkpoints(each, checksums)]
 

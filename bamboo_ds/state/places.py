@@ -1,4 +1,4 @@
-"""Where checkpoints are: what a save, a restart and the rules of ``keep`` ask of a folder, or of a store of objects.
+"""Places of checkpoints: the interface of folders and stores of objects to saves, restarts and ``keep``.
 
 :class:`CheckpointPlace` is all that they ask. There are two: a folder on a file system that all members share
 (:mod:`.shared_folder`), in which a checkpoint appears by a rename, and a prefix in a store of objects
@@ -40,7 +40,7 @@ class PartFile(Protocol):
         """See above."""
 
     def write(self, data: memoryview) -> int:
-        """Append; returns how many bytes were taken. Raises ``OSError`` or :class:`CheckpointError`."""
+        """Appends; returns how many bytes were taken. Raises ``OSError`` or :class:`CheckpointError`."""
 
     def commit(self) -> None:
         """The file is whole, and survives a crash of the host from now on; raises as :meth:`write`."""
@@ -80,24 +80,24 @@ class CheckpointPlace(Protocol):
         """A new file of the save; ``FileNotFoundError``: it is not open any more."""
 
     def note(self, record: SaveRecord, name: str, text: str) -> None:
-        """Write a small file of the save, which readers see whole or not at all. ``FileNotFoundError``: as above."""
+        """Writes a small file of the save, which readers see whole or not at all. ``FileNotFoundError``: as above."""
 
     def note_failure(self, record: SaveRecord, name: str, text: str, unwritten: str | None) -> None:
-        """As :meth:`note`, also where there is no room: ``unwritten`` names a file to be deleted for it."""
+        """Does as :meth:`note`, also where there is no room: ``unwritten`` names a file to be deleted for it."""
 
     # -- a save, on the member that leads -----------------------------------------------------------------
 
     def check(self, known: KnownFolder | None) -> None:
-        """Create the place if need be; raises :class:`SaveRefused` if it is not the one that is ``known``."""
+        """Creates the place if need be; raises :class:`SaveRefused` if it is not the one that is ``known``."""
 
     def clean(self, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> None:
-        """Remove what abandoned saves of ``job`` have left, but not those of the ids ``keep``, nor of later lineages.
+        """Removes what abandoned saves of ``job`` have left, but not those of the ids ``keep``, nor of later lineages.
 
         Nothing happens if ``lineage`` is over there.
         """
 
     def open(self, record: SaveRecord) -> None:
-        """Begin the save: its files can be written from now on."""
+        """Begins the save: its files can be written from now on."""
 
     def written(self, record: SaveRecord) -> Mapping[str, object]:
         """Names of the files of the save, each with something that changes while others write."""
@@ -115,16 +115,16 @@ class CheckpointPlace(Protocol):
         """All files are written, says ``manifest``; it is written here unless that would complete the checkpoint."""
 
     def publish(self, record: SaveRecord, manifest: Manifest) -> Location:
-        """Complete the save after :meth:`seal`; returns the checkpoint."""
+        """Completes the save after :meth:`seal`; returns the checkpoint."""
 
     def completed(self, record: SaveRecord) -> Location | None:
         """The checkpoint if some member has completed the save."""
 
     def discard(self, record: SaveRecord) -> None:
-        """Remove all files of a save that is not complete."""
+        """Removes all files of a save that is not complete."""
 
     def give_up(self, record: SaveRecord) -> None:
-        """From now on :meth:`is_given_up`."""
+        """Marks the save, so that :meth:`is_given_up` is true from now on."""
 
     def forget(self, record: SaveRecord) -> None:
         """All members know that the save was given up."""
@@ -132,7 +132,7 @@ class CheckpointPlace(Protocol):
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def known(self, checkpoint: Location) -> KnownFolder | None:
-        """What the next :meth:`check` is to compare with, once ``checkpoint`` is complete."""
+        """The folder that the next :meth:`check` compares with, once ``checkpoint`` is complete."""
 
     def manifest(self, checkpoint: Location) -> Manifest:
         """The manifest of a checkpoint in this place; raises :class:`CheckpointError`."""
@@ -141,10 +141,10 @@ class CheckpointPlace(Protocol):
         """A load that names no tag gets the checkpoint of ``record``, unless there is a newer one of its job."""
 
     def prune(self, job: str, keep: int, newest: Location) -> None:
-        """Remove all but the ``keep`` newest complete checkpoints of ``job``, never ``newest``."""
+        """Removes all but the ``keep`` newest complete checkpoints of ``job``, never ``newest``."""
 
     def remove(self, info: CheckpointInfo, job: str) -> None:
-        """Delete a complete checkpoint, unless another one has taken its place."""
+        """Deletes a complete checkpoint, unless another one has taken its place."""
 
     def checkpoints(self) -> list[CheckpointInfo]:
         """All checkpoints, oldest first; those that are complete by names and sizes are."""
@@ -155,10 +155,10 @@ class CheckpointPlace(Protocol):
     # -- lineages -----------------------------------------------------------------------------------------
 
     def supersede(self, lineage: Lineage) -> None:
-        """From now on earlier lineages may not write here, see :mod:`bamboo_ds.generations`."""
+        """Stops earlier lineages from writing here, see :mod:`bamboo_ds.generations`."""
 
     def is_over(self, lineage: Lineage) -> bool:
         """Whether a later lineage has begun here."""
 
     def take_over(self, job: str, lineage: Lineage) -> None:
-        """Begin ``lineage``: what earlier ones have not published they never will."""
+        """Begins ``lineage``: what earlier ones have not published they never will."""

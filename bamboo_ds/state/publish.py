@@ -68,12 +68,12 @@ def check_id(name: str) -> str:
 
 
 def partial_folder(folder: Path, job: str, save_id: str, tag: str) -> Path:
-    """Where the save ``save_id`` is put together; equal on all members."""
+    """The folder in which the save ``save_id`` is put together; equal on all members."""
     return folder / SEPARATOR.join((PARTIAL, job, save_id, quote(tag, safe="")[:80]))
 
 
 def open_partial(folder: Path, record: SaveRecord) -> Path:
-    """Create the partial folder with its record, in one step; raises ``OSError``."""
+    """Creates the partial folder with its record, in one step; raises ``OSError``."""
     target = partial_folder(folder, record.job, record.save_id, record.tag)
     fresh = hidden_name(folder, record.job)
     fresh.mkdir()
@@ -83,7 +83,7 @@ def open_partial(folder: Path, record: SaveRecord) -> Path:
 
 
 def write_atomically(path: Path, text: str) -> None:
-    """Replace the file at ``path``; a reader sees the old text or the new one, also after a crash."""
+    """Replaces the file at ``path``; a reader sees the old text or the new one, also after a crash."""
     fresh = path.with_name(f"{NEW}{secrets.token_hex(4)}")
     try:
         with open(fresh, "x") as file:
@@ -98,7 +98,7 @@ def write_atomically(path: Path, text: str) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make the names in ``folder`` survive a crash of the host."""
+    """Makes the names in ``folder`` survive a crash of the host."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)
@@ -110,7 +110,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def make_folders(root: Path, names: Sequence[str]) -> None:
-    """Create the folders ``names`` below ``root``, one in another.
+    """Creates the folders ``names`` below ``root``, one in another.
 
     Never ``root`` itself: it is gone if somebody has taken it away, and must not come back. Raises ``OSError``.
     """
@@ -125,7 +125,7 @@ def next_serial(folder: Path) -> int:
 
 
 def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
-    """Rename the finished ``partial`` folder (manifest included) to its tag. A checkpoint of that name is replaced.
+    """Renames the finished ``partial`` folder (manifest included) to its tag. A checkpoint of that name is replaced.
 
     Files in the replaced folder that belong to no checkpoint (a script's own) are kept.
 
@@ -158,7 +158,7 @@ def publish(partial: Path, folder: Path, manifest: Manifest) -> Path:
 
 
 def put_back(folder: Path, job: str) -> list[Path]:
-    """Restore the names of checkpoints of ``job`` whose replacement a crash has interrupted.
+    """Restores the names of checkpoints of ``job`` whose replacement a crash has interrupted.
 
     Needed only where the file system cannot swap two names (some network file systems). For the member that leads,
     or while no member writes.
@@ -170,7 +170,7 @@ def put_back(folder: Path, job: str) -> list[Path]:
 
 
 def _give_back(old: Path, folder: Path, job: str) -> Path | None:
-    """Give the replaced checkpoint ``old`` its name back, or delete it if another one has that; what is back."""
+    """Gives the replaced checkpoint ``old`` its name back, or deletes it if that is taken; returns what is back."""
     target = folder / unquote(old.name.split(SEPARATOR, 3)[3])
     if target.exists():
         discard(old, folder, job)
@@ -182,7 +182,7 @@ def _give_back(old: Path, folder: Path, job: str) -> Path | None:
 
 
 def _give_name(kept: Path, target: Path) -> bool:
-    """Rename ``kept`` to ``target``; whether no other member was faster. Raises ``OSError``."""
+    """Renames ``kept`` to ``target``; returns whether no other member was faster. Raises ``OSError``."""
     try:
         os.rename(kept, target)
     except OSError:
@@ -193,7 +193,7 @@ def _give_name(kept: Path, target: Path) -> bool:
 
 
 def take_over(folder: Path, job: str, lineage: Lineage) -> None:
-    """Begin ``lineage`` in ``folder``, which exists: what earlier ones have not published there they never will.
+    """Begins ``lineage`` in ``folder``, which exists: what earlier ones have not published there they never will.
 
     Raises:
         CheckpointError: that cannot be made sure; no checkpoint is changed by that.
@@ -210,7 +210,7 @@ def take_over(folder: Path, job: str, lineage: Lineage) -> None:
 
 
 def clean(folder: Path, job: str, keep: Collection[str] = (), lineage: Lineage = ("", 0)) -> list[Path]:
-    """Clean up after a crash: :func:`put_back`, and remove abandoned saves of ``job``.
+    """Cleans up after a crash: :func:`put_back`, and removes abandoned saves of ``job``.
 
     Nothing happens if ``lineage`` is over there.
 
@@ -247,7 +247,7 @@ def _is_later(partial: Path, lineage: Lineage) -> bool:
 
 
 def point_latest(folder: Path, tag: str) -> bool:
-    """Let ``latest`` name the complete checkpoint ``tag``, unless it names a newer one of the same job.
+    """Lets ``latest`` name the complete checkpoint ``tag``, unless it names a newer one of the same job.
 
     Returns:
         Whether it names ``tag`` now.
@@ -285,7 +285,7 @@ def _is_newer(folder: Path, one: str, other: str) -> bool:
 
 
 def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
-    """Remove all but the ``keep`` newest complete checkpoints that ``job`` wrote.
+    """Removes all but the ``keep`` newest complete checkpoints that ``job`` wrote.
 
     Never removed: ``newest``, the one that ``latest`` names, checkpoints without a manifest or of other jobs, and
     damaged ones (they do not count as kept either, and a person may want to inspect them).
@@ -303,7 +303,7 @@ def prune(folder: Path, job: str, keep: int, newest: Path) -> list[Path]:
 
 
 def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bool:
-    """Delete the folder ``path``: rename it at once, then remove its files. Does nothing if it does not exist.
+    """Deletes the folder ``path``: renames it at once, then removes its files. Does nothing if it does not exist.
 
     Args:
         serial: of the checkpoint to delete. Another one that has got the name meanwhile keeps it.
@@ -324,7 +324,7 @@ def discard(path: Path, folder: Path, job: str, serial: int | None = None) -> bo
 
 
 def _delete(doomed: Path) -> None:
-    """Delete a folder that has its hidden name already. Others may delete it, too; what stays is for the next clean."""
+    """Deletes a folder that has its hidden name already. Others may delete it, too; the next clean removes the rest."""
     problem: OSError | None = None
     for _ in range(_DELETE_TRIES):
         try:
@@ -350,7 +350,7 @@ def hidden_name(folder: Path, job: str, kind: str = REMOVING) -> Path:
 
 
 def _keep_foreign_files(old: Path, new: Path) -> None:
-    """Link (or copy) the files of ``old`` that no checkpoint has written to ``new``."""
+    """Links (or copies) the files of ``old`` that no checkpoint has written to ``new``."""
     try:
         known = {MANIFEST, *read_manifest(old).files}
     except CheckpointError:
@@ -370,7 +370,7 @@ def _keep_foreign_files(old: Path, new: Path) -> None:
 
 
 def _exchange(one: Path, other: Path) -> bool:
-    """Swap two names in one step (Linux, ``renameat2``); ``False`` where the file system cannot do that."""
+    """Swaps two names in one step (Linux, ``renameat2``); ``False`` where the file system cannot do that."""
     renameat2 = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
     if renameat2 is None:
         return False

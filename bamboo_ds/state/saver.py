@@ -91,7 +91,7 @@ class CheckpointSaver:
     # -- a save -------------------------------------------------------------------------------------------
 
     def begin(self, save: Save, interrupt: Callable[[], None] | None = None) -> bool:
-        """Begin to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
+        """Begins to collect a checkpoint. Nothing touches the file system before :meth:`submit`.
 
         A save that was begun and not submitted is forgotten. One of the same tag and step that is still being written
         is aborted: this one repeats it. So is one of the job's own. While another one is being written this one waits
@@ -139,7 +139,7 @@ class CheckpointSaver:
             self._opened().files[rank] = list(files)
 
     def submit(self) -> None:
-        """Hand the collected files to the writer."""
+        """Hands the collected files to the writer."""
         with self._changed:
             save, self._open = self._opened(), None
             self._used.add(save.record.save_id)
@@ -161,7 +161,7 @@ class CheckpointSaver:
     # -- what others do meanwhile -------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
-        """Give up the save that is going on, so that it can be done again; not one that is about to get its name.
+        """Gives up the save that is going on, so that it can be done again; not one that is about to get its name.
 
         Does not wait.
         """
@@ -171,7 +171,7 @@ class CheckpointSaver:
                 self._give_up(save, reason)
 
     def give_way(self) -> None:
-        """Give up what is being written of the job's own. Does not wait."""
+        """Gives up what is being written of the job's own. Does not wait."""
         with self._changed:
             for save in self._active():
                 if save.own:
@@ -212,7 +212,7 @@ class CheckpointSaver:
     # -- results ------------------------------------------------------------------------------------------
 
     def poll(self) -> list[SaveResult]:
-        """Log and report saves that have ended since the last call; returns them, too."""
+        """Logs and reports saves that have ended since the last call; returns them, too."""
         with self._changed:
             results, self._results = self._results, []
         for result in results:
@@ -227,7 +227,7 @@ class CheckpointSaver:
         return results
 
     def wait(self, timeout_s: float | None = None, interrupt: Callable[[], None] | None = None) -> bool:
-        """Wait until nothing is being written; then as :meth:`poll`.
+        """Waits until nothing is being written; then as :meth:`poll`.
 
         Returns:
             Whether that is so; ``False`` after ``timeout_s`` seconds, or if the writer hangs: if the operating system
@@ -246,7 +246,7 @@ class CheckpointSaver:
             return idle
 
     def close(self, timeout_s: float | None = None) -> None:
-        """Wait for the current save (abort it after ``timeout_s`` seconds) and end the thread."""
+        """Waits for the current save (aborts it after ``timeout_s`` seconds) and ends the thread."""
         done = self.wait(timeout_s)
         if not done:
             self.abort("not written in time when the job ended")
@@ -259,7 +259,7 @@ class CheckpointSaver:
         self.poll()
 
     def stop(self) -> None:
-        """Abort the current save and end the thread, within seconds; unfinished files stay behind.
+        """Aborts the current save and ends the thread, within seconds; unfinished files stay behind.
 
         A process that ends must not leave a thread in native code. Does nothing in a forked child, nor after
         :meth:`close`.
@@ -323,7 +323,7 @@ class CheckpointSaver:
                 self._changed.notify_all()
 
     def _run(self, save: Save) -> SaveResult:
-        """Carry out ``save``; any exception becomes the result's error."""
+        """Carries out ``save``; any exception becomes the result's error."""
         result = save.result
         try:
             if save.all_written and (path := save.place.completed(save.record)) is not None:
@@ -381,7 +381,7 @@ class CheckpointSaver:
     # -- what the running save asks (see writer.Control) ---------------------------------------------------
 
     def check(self, save: Save) -> None:
-        """Raise :class:`SaveAborted` if the save was given up."""
+        """Raises :class:`SaveAborted` if the save was given up."""
         with self._changed:
             self._alive_at = time.monotonic()
             reason = self._aborted.get(save.record.save_id)
@@ -389,14 +389,14 @@ class CheckpointSaver:
             raise SaveAborted(reason)
 
     def pause(self, save: Save, seconds: float) -> None:
-        """Wait until something is asked of the saver or ``seconds`` have passed; then as :meth:`check`."""
+        """Waits until something is asked of the saver or ``seconds`` have passed; then as :meth:`check`."""
         with self._changed:
             if save.record.save_id not in self._aborted:
                 self._changed.wait(seconds)
         self.check(save)
 
     def point_of_no_return(self, save: Save) -> None:
-        """As :meth:`check`; from now on :meth:`abort` leaves the save alone."""
+        """Does as :meth:`check`; from now on :meth:`abort` leaves the save alone."""
         with self._changed:
             self.check(save)
             self._beyond = save.record.save_id

@@ -40,12 +40,12 @@ class FolderFile(io.FileIO):
         super().__init__(os.fspath(path), "xb")
 
     def commit(self) -> None:
-        """Flush to the disk."""
+        """Flushes to the disk."""
         with self:
             os.fsync(self.fileno())
 
     def discard(self) -> None:
-        """Leave what is written; its folder is removed as a whole."""
+        """Leaves what is written; its folder is removed as a whole."""
         with suppress(OSError):  # the error that it is discarded for counts
             self.close()
 
@@ -107,7 +107,7 @@ class SharedFolder:
     # -- a save, on the member that leads -----------------------------------------------------------------
 
     def check(self, known: KnownFolder | None) -> None:
-        """Create the folder if need be, but never below a mount point whose file system is gone."""
+        """Creates the folder if need be, but never below a mount point whose file system is gone."""
         if known is not None:
             there = next(path for path in (self.path, *self.path.parents) if path.exists())
             lost = known.newest is not None and not known.newest.exists()
@@ -120,7 +120,7 @@ class SharedFolder:
         publish.clean(self.path, job, keep, lineage)
 
     def open(self, record: SaveRecord) -> None:
-        """Make the partial folder."""
+        """Makes the partial folder."""
         publish.open_partial(self.path, record)
 
     def written(self, record: SaveRecord) -> Mapping[str, object]:
@@ -145,7 +145,7 @@ class SharedFolder:
         self.note(record, MANIFEST, manifest.to_json())
 
     def publish(self, record: SaveRecord, manifest: Manifest) -> Path:
-        """Give the partial folder its name."""
+        """Gives the partial folder its name."""
         partial = self._partial(record)
         for name in (*(f"{WRITTEN}{rank}.json" for rank in range(record.layout.size)), SAVE):
             (partial / name).unlink(missing_ok=True)
@@ -161,15 +161,15 @@ class SharedFolder:
         return path if manifest.save_id == record.save_id else None
 
     def discard(self, record: SaveRecord) -> None:
-        """Delete the partial folder."""
+        """Deletes the partial folder."""
         publish.discard(self._partial(record), self.path, record.job)
 
     def give_up(self, record: SaveRecord) -> None:
-        """Make an empty folder that tells it."""
+        """Makes an empty folder that marks the save as given up."""
         publish.given_up(self.path, record.job, record.save_id).mkdir()
 
     def forget(self, record: SaveRecord) -> None:
-        """Remove that folder."""
+        """Removes the mark of a save that was given up."""
         publish.given_up(self.path, record.job, record.save_id).rmdir()
 
     # -- checkpoints --------------------------------------------------------------------------------------

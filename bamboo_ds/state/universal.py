@@ -41,7 +41,7 @@ class Files:
 
     @classmethod
     def of(cls, names: Collection[str]) -> Files:
-        """Those among ``names``."""
+        """The files of a checkpoint among ``names``."""
         stages, layers, shards = {}, dict[int, tuple[str, ...]](), {}
         for name in sorted(names):
             if found := _STAGE.fullmatch(name):
@@ -54,7 +54,7 @@ class Files:
 
     @classmethod
     def in_folder(cls, checkpoint: Path) -> Files:
-        """Those of the checkpoint ``checkpoint``; none if there is no such folder."""
+        """The files of the checkpoint ``checkpoint``; none if there is no such folder."""
         return cls.of([path.name for path in checkpoint.iterdir()] if checkpoint.is_dir() else [])
 
     @property
@@ -96,7 +96,7 @@ def is_universal(checkpoint: Path) -> bool:
 
 @dataclass(frozen=True)
 class Loading:
-    """How a job loads a checkpoint.
+    """The way in which a job loads a checkpoint.
 
     Attributes:
         universal: whether ``checkpoint.load_universal`` is set.
@@ -110,7 +110,7 @@ class Loading:
 
 
 def check_loadable(folder: str, tag: str | None, layout: Layout, how: Loading) -> None:
-    """Refuse a checkpoint that DeepSpeed would load wrongly, or would fail to load without saying what to do.
+    """Refuses a checkpoint that DeepSpeed would load wrongly, or would fail to load without saying what to do.
 
     Args:
         folder, tag: as ``load_checkpoint``'s.
@@ -149,7 +149,7 @@ def check_loadable(folder: str, tag: str | None, layout: Layout, how: Loading) -
 
 
 def _check_universal(root: Path, path: Path | None, convert: str) -> None:
-    """Refuse what is no universal checkpoint."""
+    """Refuses what is no universal checkpoint."""
     if path is not None and (is_universal(path) or not path.is_dir()):
         return  # where there is none, DeepSpeed says so
     ordinary = tag_in(root / "latest") if path is None else path.name

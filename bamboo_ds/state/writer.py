@@ -107,7 +107,7 @@ class Save:
         record: what is saved.
         owners: member that copies each role, by rank. The first one leads.
         latest: whether DeepSpeed's file ``latest`` is to name it.
-        losses: gives those of all steps up to this one; ``None``: none are kept. Called by the thread of the member
+        losses: gives those of all steps up to this one, or ``None``. Called by the thread of the member
             that leads, as ``history``: the JSON of what the job has done, this save included.
         leads: whether this member completes the checkpoint; it may come to lead while the save goes on.
         own: it is one of the job's own: given up for one of the script's.
@@ -137,7 +137,7 @@ class Save:
 
     @property
     def folder(self) -> Location:
-        """Where it is written to."""
+        """The place's folder or URL."""
         return self.place.location
 
     @property
@@ -150,13 +150,13 @@ class Control(Protocol):
     """Requests of a running save to the thread that runs it."""
 
     def check(self, save: Save) -> None:
-        """Raise :class:`SaveAborted` if the save was given up."""
+        """Raises :class:`SaveAborted` if the save was given up."""
 
     def pause(self, save: Save, seconds: float) -> None:
-        """Wait until something is asked of the save or the time has passed; then as :meth:`check`."""
+        """Waits until something is asked of the save or the time has passed; then as :meth:`check`."""
 
     def point_of_no_return(self, save: Save) -> None:
-        """As :meth:`check`, and from now on the save cannot be given up."""
+        """Does as :meth:`check`; from now on the save cannot be given up."""
 
 
 class ChecksummedFile:
@@ -172,7 +172,7 @@ class ChecksummedFile:
         self._crc = self._size = 0
 
     def write(self, data: Any) -> int:
-        """Append; pretends to have done so after an error."""
+        """Appends; pretends to have done so after an error."""
         view = memoryview(data).cast("B")
         for start in range(0, len(view), _CHUNK):
             if self._error is not None:
@@ -193,7 +193,7 @@ class ChecksummedFile:
         """Nothing is buffered."""
 
     def close(self) -> FileRecord:
-        """Keep the file for good; raises the first error of any ``write``, or that of keeping it."""
+        """Keeps the file for good; raises the first error of any ``write``, or that of keeping it."""
         if self._error is not None:
             self._file.discard()
             raise self._error
@@ -201,12 +201,12 @@ class ChecksummedFile:
         return FileRecord(size=self._size, crc32=self._crc)
 
     def discard(self) -> None:
-        """Drop what is written."""
+        """Drops what is written."""
         self._file.discard()
 
 
 def perform(save: Save, control: Control) -> Location | None:
-    """Carry out a save.
+    """Carries out a save.
 
     Returns:
         The complete checkpoint on the member that leads, else ``None``: its files are written.
@@ -233,7 +233,7 @@ def perform(save: Save, control: Control) -> Location | None:
 
 
 def _enter(save: Save, control: Control) -> None:
-    """Open the save, or wait for the member that leads to do so."""
+    """Opens the save, or waits for the member that leads to do so."""
     place, record = save.place, save.record
     deadline, poll = time.monotonic() + save.timeout_s, _FIRST_POLL_S
     while not place.is_open(record):
@@ -257,7 +257,7 @@ def _enter(save: Save, control: Control) -> None:
 
 
 def check_lineage(save: Save) -> None:
-    """Raise :class:`SaveRefused` if the job has been started again since, and its new workers have begun there."""
+    """Raises :class:`SaveRefused` if the job has been started again since, and its new workers have begun there."""
     if save.place.is_over(save.record.lineage):
         raise SaveRefused(
             f"the job has been started again since (this worker is of generation {save.record.generation}): "
@@ -296,7 +296,7 @@ def _write(save: Save, file: HostFile, check: Callable[[], None]) -> FileRecord:
 
 
 def _tell_failure(save: Save, rank: int, error: Exception) -> None:
-    """Report a failure to the member that leads at once, instead of at its deadline."""
+    """Reports a failure to the member that leads at once, instead of at its deadline."""
     unwritten = save.files[rank][0].name if save.files[rank] else None
     text = json.dumps(f"{type(error).__name__}: {error}")
     try:
@@ -357,7 +357,7 @@ def _read_role_files(save: Save, rank: int) -> RoleFiles:
 
 
 def _write_manifest(save: Save, roles: Mapping[int, RoleFiles]) -> Manifest:
-    """Check what ``roles`` have written against the place and seal it with the manifest."""
+    """Checks what ``roles`` have written against the place and seals it with the manifest."""
     place, record = save.place, save.record
     files: dict[str, FileRecord] = {}
     for rank, written in sorted(roles.items()):
@@ -389,7 +389,7 @@ def _write_manifest(save: Save, roles: Mapping[int, RoleFiles]) -> Manifest:
 
 
 def _complete(save: Save, manifest: Manifest, control: Control) -> Location:
-    """Make the finished checkpoint visible."""
+    """Makes the finished checkpoint visible."""
     control.point_of_no_return(save)
     check_lineage(save)
     save.total = sum(file.size for file in manifest.files.values())

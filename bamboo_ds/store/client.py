@@ -107,7 +107,7 @@ class Store:
                 log.info("etcd no longer has the revision that was read first: %s", error)
 
     def _at_one_revision(self, prefixes: Sequence[str]) -> Snapshot:
-        """As :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""
+        """Does as :meth:`get_prefix`. It fails where etcd has compacted or lost what it has told of the first one."""
         revision, found = 0, []
         for prefix in prefixes:
             request = rpc.RangeRequest(**self._keys.bounds(prefix), revision=revision)
@@ -117,25 +117,25 @@ class Store:
         return Snapshot({kv.key: kv for kv in map(self._keys.key_value, found)}, revision)
 
     def folders(self) -> list[str]:
-        """What the namespace's keys begin with up to their first slash, each once."""
+        """The beginnings of the namespace's keys up to their first slash, each once."""
         request = rpc.RangeRequest(**self._keys.bounds(""), keys_only=True)
         response = self._connection.call(_range, request).message
         parts = (self._keys.key_value(kv).key.partition("/") for kv in response.kvs)
         return list(dict.fromkeys(name for name, slash, _ in parts if slash))
 
     def put(self, key: str, value: str, lease: Lease | None = None) -> int:
-        """Set ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
+        """Sets ``key``; returns the revision. Raises :class:`LeaseExpired` if ``lease`` is gone."""
         request = self._put_request(key, value, lease)
         return int(self._connection.call(lambda link: link.kv.Put, request).message.header.revision)
 
     def put_all(self, values: Mapping[str, str], erase: Iterable[str] = ()) -> None:
-        """Set all ``values`` by key, and delete the keys of ``erase``, in one write."""
+        """Sets all ``values`` by key, and deletes the keys of ``erase``, in one write."""
         puts = [rpc.RequestOp(request_put=self._put_request(key, value, None)) for key, value in values.items()]
         request = rpc.TxnRequest(success=[*puts, *map(self._erase, erase)])
         self._connection.call(lambda link: link.kv.Txn, request)
 
     def create(self, key: str, value: str, lease: Lease | None = None) -> bool:
-        """Set ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
+        """Sets ``key`` only if it is absent; same as ``compare_and_swap(key, 0, value, lease)``."""
         return self.compare_and_swap(key, 0, value, lease)
 
     def compare_and_swap(
@@ -147,7 +147,7 @@ class Store:
         given: Mapping[str, int] | None = None,
         also: Mapping[str, str] | None = None,
     ) -> bool:
-        """Set ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
+        """Sets ``key`` only if its ``mod_revision`` still is the given one (0: only if absent).
 
         With ``given`` only if those other keys have these ``mod_revision``s (0: are absent), too. With ``also`` other
         keys are set in the same write, before it.
@@ -173,26 +173,26 @@ class Store:
         return newer and (present.value, present.lease) == mine
 
     def delete(self, key: str) -> bool:
-        """Delete ``key``; True if it existed (or if the connection broke and it is gone now)."""
+        """Deletes ``key``; True if it existed (or if the connection broke and it is gone now)."""
         answer = self._connection.call(_delete, rpc.DeleteRangeRequest(key=self._keys.absolute(key)))
         return bool(answer.message.deleted) or answer.ambiguous
 
     def compare_and_delete(self, key: str, mod_revision: int) -> bool:
-        """Delete ``key`` only if its ``mod_revision`` still is the given one; True if this call has deleted it."""
+        """Deletes ``key`` only if its ``mod_revision`` still is the given one; True if this call has deleted it."""
         answer = self._transaction(key, mod_revision, [self._erase(key)])
         if answer.message.succeeded:
             return True
         return answer.ambiguous and not answer.message.responses[0].response_range.kvs
 
     def delete_keys(self, keys: Iterable[str]) -> None:
-        """Delete these keys, as many in one transaction as etcd takes."""
+        """Deletes these keys, as many in one transaction as etcd takes."""
         erase = [self._erase(key) for key in keys]
         for first in range(0, len(erase), _TXN_OPERATIONS):
             request = rpc.TxnRequest(success=erase[first : first + _TXN_OPERATIONS])
             self._connection.call(lambda link: link.kv.Txn, request)
 
     def delete_prefix(self, prefix: str) -> int:
-        """Delete all keys that start with ``prefix``; returns how many the last attempt found."""
+        """Deletes all keys that start with ``prefix``; returns how many the last attempt found."""
         request = rpc.DeleteRangeRequest(**self._keys.bounds(prefix))
         return int(self._connection.call(_delete, request).message.deleted)
 
@@ -222,7 +222,7 @@ class Store:
         *,
         on_error: Callable[[BaseException], None] | None = None,
     ) -> Watch:
-        """Call ``callback`` for every change under ``prefix``, in order, each once.
+        """Calls ``callback`` for every change under ``prefix``, in order, each once.
 
         With several prefixes changes under each are in order; those under different ones may come in another order.
 
@@ -253,7 +253,7 @@ class Store:
         return watch
 
     def close(self) -> None:
-        """End all watches, threads and connections; leases stay. Idempotent."""
+        """Ends all watches, threads and connections; leases stay. Idempotent."""
         self._connection.close()
         with self._lock:
             watches = list(self._watches)
@@ -270,7 +270,7 @@ class Store:
     def _transaction(
         self, key: str, mod_revision: int, operations: Sequence[Any], given: Mapping[str, int] | None = None
     ) -> EtcdAnswer:
-        """Carry out ``operations`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
+        """Carries out ``operations`` if ``key`` is still at ``mod_revision``, and others as ``given``; else read it."""
         name = self._keys.absolute(key)
         equal, mod = rpc.Compare.EQUAL, rpc.Compare.MOD
         compare = [
@@ -308,7 +308,7 @@ class Lease:
         self._connection = connection
 
     def refresh(self) -> bool:
-        """Start the time to live anew. False if the lease is gone (its keys too); make a new one then.
+        """Starts the time to live anew. False if the lease is gone (its keys too); make a new one then.
 
         Raises :class:`StoreUnavailable` if etcd does not answer; the lease may be alive then.
         """
@@ -320,7 +320,7 @@ class Lease:
         return True
 
     def revoke(self) -> None:
-        """End the lease and delete its keys at once. No error if it is gone already."""
+        """Ends the lease and deletes its keys at once. No error if it is gone already."""
         try:
             self._connection.call(lambda link: link.lease.LeaseRevoke, rpc.LeaseRevokeRequest(ID=self.id))
         except LeaseExpired:

@@ -31,7 +31,7 @@ os.environ.setdefault("GRPC_VERBOSITY", "ERROR")  # it prints every failed hands
 
 @contextmanager
 def _no_poller_in_children() -> Iterator[None]:
-    """Keep gRPC, which reads the variable at import, from giving forked children a poller.
+    """Keeps gRPC, which reads the variable at import, from giving forked children a poller.
 
     With its support of forks a child that prepares itself before it executes something else gets a poller, which aborts
     it as soon as ``Popen`` has closed the poller's descriptor (grpc/grpc#43055). Workers do not inherit the variable.
@@ -111,7 +111,7 @@ class StaleToken(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to authenticate, if etcd wants that.
+    """Credentials for an etcd that wants authentication.
 
     Attributes:
         certificates: at an etcd of the user's.
@@ -172,7 +172,7 @@ class Link:
             return self._token
 
     def forget_token(self) -> None:
-        """Authenticate again before the next request."""
+        """Authenticates again before the next request."""
         with self._token_lock:
             self._token = None
 
@@ -215,7 +215,7 @@ class Link:
         return StoreError(f"etcd at {self.endpoint} refuses the request: {message}")
 
     def close(self) -> None:
-        """Cancel everything in flight and close the socket."""
+        """Cancels everything in flight and closes the socket."""
         self.closed = True
         self._channel.close()
 
@@ -299,7 +299,7 @@ class EtcdConnection:
             raise
 
     def call(self, method: Callable[[Link], Any], request: Any) -> EtcdAnswer:
-        """Send ``request``, over all endpoints in turn, until answered or ``timeout_s`` has passed.
+        """Sends ``request``, over all endpoints in turn, until answered or ``timeout_s`` has passed.
 
         Raises :class:`StoreUnavailable` then, :class:`StoreError` for a refusal.
         """
@@ -343,7 +343,7 @@ class EtcdConnection:
         return 0.0 if state.attempt_number % len(self.endpoints) else _BACKOFF(state)
 
     def close(self) -> None:
-        """Cancel everything in flight; no request works afterwards. Idempotent."""
+        """Cancels everything in flight; no request works afterwards. Idempotent."""
         with self._lock:
             self.closed.set()
             link, self._link = self._link, None

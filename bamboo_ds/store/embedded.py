@@ -103,7 +103,7 @@ def etcd_command(binary: Path, data_dir: str, client: str, peer: str = SOCKETS[1
 
 
 def wait_healthy(etcd: Endpoint, timeout_s: float, check: Callable[[], None], tls: Certificates = _PLAIN) -> None:
-    """Wait until ``etcd`` serves requests; :class:`LaunchError` after ``timeout_s``.
+    """Waits until ``etcd`` serves requests; :class:`LaunchError` after ``timeout_s``.
 
     ``check`` is called before each attempt and may raise to give up early. If ``etcd`` is secure it must have a
     certificate that ``tls`` asks for.
@@ -155,7 +155,7 @@ class EmbeddedEtcd:
 
     @property
     def url(self) -> str:
-        """For clients: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
+        """The URL: ``http://address:port``, or ``bamboo://`` if it has certificates, or ``unix://`` and a path."""
         self._running()
         return str(replace(self._served, own=self._certificates is not None))
 
@@ -172,7 +172,7 @@ class EmbeddedEtcd:
 
     @property
     def data_dir(self) -> Path:
-        """Where its data and log are while it runs."""
+        """The folder of its data and log while it runs."""
         self._running()
         assert self._data_dir is not None
         return self._data_dir
@@ -182,7 +182,7 @@ class EmbeddedEtcd:
         return self._supervisor is not None and self._supervisor.poll() is None
 
     def start(self) -> EmbeddedEtcd:
-        """Start and wait until healthy; raises :class:`LaunchError` with etcd's last log lines."""
+        """Starts and waits until healthy; raises :class:`LaunchError` with etcd's last log lines."""
         if self._supervisor is not None:
             raise LaunchError("this embedded etcd has been started already")
         deadline = time.monotonic() + _START_S
@@ -227,7 +227,7 @@ class EmbeddedEtcd:
         self._supervisor.send_signal(supervisor.KEEP)
 
     def _files(self) -> dict[str, str]:
-        """What the command expects in etcd's working directory: names and texts."""
+        """The files that the command expects in etcd's working directory: names and texts."""
         tls = self._certificates
         if tls is None:
             return {}
@@ -235,7 +235,7 @@ class EmbeddedEtcd:
         return {name: text.decode() for name, text in texts.items() if text is not None}
 
     def _await_healthy(self, deadline: float) -> None:
-        """Wait until the supervisor has started etcd, and that serves."""
+        """Waits until the supervisor has started etcd, and that serves."""
         hello = self._message(deadline)
         if "pid" not in hello:
             raise LaunchError(
@@ -250,13 +250,13 @@ class EmbeddedEtcd:
 
     @property
     def _served(self) -> Endpoint:
-        """As etcd itself is told it."""
+        """The endpoint as etcd itself is told it."""
         if self.address is None:
             return Endpoint("", 0, False, path=f"{self._data_dir}/{SOCKETS[0].removeprefix(UNIX)}")
         return Endpoint(self.address, self._port, secure=self._certificates is not None)
 
     def _check(self) -> None:
-        """Raise :class:`LaunchError` if etcd has ended."""
+        """Raises :class:`LaunchError` if etcd has ended."""
         if not self.alive():
             last = self._message(time.monotonic() + 1.0)
             raise LaunchError(f"etcd ended at once (exit code {last.get('exit')}): {last.get('log', '').strip()}")
@@ -283,7 +283,7 @@ class EmbeddedEtcd:
         return self._supervisor
 
     def stop(self) -> None:
-        """End etcd and remove its data directory. Idempotent."""
+        """Ends etcd and removes its data directory. Idempotent."""
         process, self._supervisor = self._supervisor, None
         if process is None:
             return

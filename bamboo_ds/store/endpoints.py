@@ -84,7 +84,7 @@ class Certificates:
 
 
 def parse_endpoints(endpoints: Sequence[str], tls: TlsFiles | None) -> tuple[Endpoint, ...]:
-    """Check and parse; raises :class:`ConfigError` naming the endpoint and how to write it."""
+    """Checks and parses; raises :class:`ConfigError` naming the endpoint and how to write it."""
     if isinstance(endpoints, str) or not endpoints:
         raise ConfigError(f"{ADDRESSES}: found {endpoints!r}, expected a list of at least one address; {_CURE}")
     return tuple(dict.fromkeys(_parse(text, tls) for text in endpoints))
@@ -119,7 +119,7 @@ def _parse(text: str, tls: TlsFiles | None) -> Endpoint:
 
 
 def read_certificates(tls: TlsFiles | None) -> Certificates:
-    """Read the TLS files; raises :class:`ConfigError` naming the setting and file at fault."""
+    """Reads the TLS files; raises :class:`ConfigError` naming the setting and file at fault."""
     if tls is None:
         return Certificates(None, None, None)
     if (tls.cert is None) != (tls.key is None):

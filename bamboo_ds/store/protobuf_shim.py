@@ -25,7 +25,7 @@ _CURE = "install them with: pip install 'etcd3==0.12.0' 'protobuf>=4' 'grpcio>=1
 
 
 def load_etcdrpc() -> Any:
-    """Import ``etcd3.etcdrpc``, building its message modules first where they need it.
+    """Imports ``etcd3.etcdrpc``, building its message modules first where they need it.
 
     Idempotent; without effect on an ``etcd3`` that imports by itself. Returns the module (messages and
     gRPC stubs). Raises :class:`StoreError` if it cannot be made to work.

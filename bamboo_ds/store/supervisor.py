@@ -37,7 +37,7 @@ _LOG_TAIL = 4096
 
 
 def die_with_parent(number: int) -> None:
-    """Have the kernel send signal ``number`` to this process when its parent thread ends."""
+    """Has the kernel send signal ``number`` to this process when its parent thread ends."""
     if ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(number), 0, 0, 0) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
 
@@ -54,7 +54,7 @@ class Etcd:
         self.process: subprocess.Popen[bytes] | None = None
 
     def start(self, command: Sequence[str]) -> subprocess.Popen[bytes]:
-        """Start it with ``command``, on the data that there is; raises ``OSError``."""
+        """Starts it with ``command``, on the data that there is; raises ``OSError``."""
         for entry in os.scandir(self.folder):
             if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode):
                 os.unlink(entry.path)  # of one that was killed; before 3.5 the next could not listen there
@@ -93,7 +93,7 @@ class Etcd:
         return self.process is None or self.process.poll() is not None
 
     def kill(self) -> None:
-        """End it; its data goes, too, so that there is nothing to be saved by asking."""
+        """Ends it; its data goes, too, so that there is nothing to be saved by asking."""
         if self.process is not None and not self.ended():
             self.process.kill()
             self.process.wait()
@@ -130,7 +130,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _keep(parent: int, etcd: Etcd, command: Sequence[str], pauses: Sequence[float]) -> int:
-    """Start etcd again, by ``command``, whenever it ends; returns 0 when asked to end, 1 when etcd is given up."""
+    """Starts etcd again, by ``command``, whenever it ends; returns 0 when asked to end, 1 when etcd is given up."""
     tries, begin = 0, time.monotonic()
     while True:
         if _wait(parent, _END, etcd) is not None:
@@ -169,7 +169,7 @@ def _prepare(supervisor: int) -> Callable[[], None]:
 
 
 def _wait(parent: int, signals: Collection[int], etcd: Etcd | None = None, seconds: float = math.inf) -> int | None:
-    """Wait for one of ``signals`` or the parent's death; returns it, or ``None`` if ``etcd`` ends by itself before.
+    """Waits for one of ``signals`` or the parent's death; returns it, or ``None`` if ``etcd`` ends by itself before.
 
     Without an ``etcd``: ``None`` after so many ``seconds``.
     """
@@ -187,7 +187,7 @@ def _wait(parent: int, signals: Collection[int], etcd: Etcd | None = None, secon
 
 
 def _tell(text: str) -> None:
-    """Say it where the parent's log goes, in its form (:mod:`bamboo_ds.observe.logs`)."""
+    """Says it where the parent's log goes, in its form (:mod:`bamboo_ds.observe.logs`)."""
     begin = f"{time.strftime('%H:%M:%S')}.{int(time.time() * 1000) % 1000:03d} E bamboo [- - e-] bamboo_ds.store.etcd: "
     try:
         os.write(2, "".join(f"{begin}{line}\n" for line in text.splitlines()).encode())

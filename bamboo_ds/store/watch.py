@@ -60,11 +60,11 @@ class Watch:
         self._thread = threading.Thread(target=self._run, name=f"bamboo-watch-{prefixes[0]}", daemon=True)
 
     def start(self) -> None:
-        """Begin to deliver events."""
+        """Begins to deliver events."""
         self._thread.start()
 
     def cancel(self, wait: bool = True) -> None:
-        """End the watch. No callback begins after the return; with ``wait`` none runs (but that which calls this)."""
+        """Ends the watch. No callback begins after the return; with ``wait`` none runs (but that which calls this)."""
         self._stop.set()
         with self._lock:
             if self._stream is not None:
@@ -93,7 +93,7 @@ class Watch:
         return self._stop.is_set() or self._connection.closed.is_set()
 
     def _follow(self) -> None:
-        """Open one stream and deliver from it until it breaks."""
+        """Opens one stream and deliver from it until it breaks."""
         retrying = Retrying(
             retry=retry_if_exception_type(Broken),
             stop=stop_when_event_set(self._stop) | stop_when_event_set(self._connection.closed),
@@ -136,7 +136,7 @@ class Watch:
         return stream
 
     def _confirm(self, stream: _WatchStream, response: Any, newest: int) -> None:
-        """Take an answer of a stream that begins: the next of its watches is there, or another one has news already.
+        """Takes an answer of a stream that begins: the next of its watches is there, or another one has news already.
 
         Args:
             newest: revision that was known before the stream.
@@ -225,7 +225,7 @@ class _WatchStream:
         return known if isinstance(known, StoreError) else Broken(str(known))
 
     def close(self) -> None:
-        """End the stream. Idempotent, from any thread."""
+        """Ends the stream. Idempotent, from any thread."""
         self._closed = True
         self._requests.put(None)
         self._call.cancel()

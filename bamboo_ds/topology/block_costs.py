@@ -35,7 +35,7 @@ _STEP = 0.05
 
 @dataclass(frozen=True)
 class BlockSeconds:
-    """What a member has measured of a block: its passes of all micro-batches of an iteration, in seconds.
+    """A member's measurement of a block: its passes of all micro-batches of an iteration, in seconds.
 
     Attributes:
         stage: the stage.
@@ -52,7 +52,7 @@ class BlockSeconds:
 
 @dataclass(frozen=True)
 class BlockCosts:
-    """What all members have measured.
+    """The measurements of all members.
 
     Attributes:
         seconds: cost of the passes of an iteration, by stage and block.
@@ -67,7 +67,7 @@ class BlockCosts:
         return sum(self.seconds[stage][begin:end])
 
     def slow(self, member: str) -> float:
-        """How many times as long as most ``member`` takes."""
+        """The slowness of ``member``: how many times as long as most it takes."""
         return self._slowness.get(member, 1.0)
 
     @cached_property

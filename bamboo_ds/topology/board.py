@@ -59,7 +59,7 @@ class Board:
         return other
 
     def put(self, rank: int, member: str) -> None:
-        """Give a role that lies nowhere to ``member``."""
+        """Gives a role that lies nowhere to ``member``."""
         self.owners[rank] = member
         self.loads[member] += self.seconds[rank]
         self._guests[member] = (*self._guests.get(member, ()), rank)
@@ -67,7 +67,7 @@ class Board:
             self._hold(rank, member, 1)
 
     def take(self, rank: int) -> None:
-        """Take a role from its owner."""
+        """Takes a role from its owner."""
         owner = self.owners[rank]
         assert owner is not None
         self.owners[rank] = None
@@ -119,7 +119,7 @@ class Board:
         return next((m for m in self._holders[rank] if m != besides and self.fits(rank, m, limit)), None)
 
     def seat(self, rank: int, limit: float, besides: str | None = None) -> bool:
-        """Give a role that lies nowhere to a holder with room within ``limit``; False if that is impossible.
+        """Gives a role that lies nowhere to a holder with room within ``limit``; False if that is impossible.
 
         Roles that have been given to that holder before make room if another holder can take them: an augmenting
         path of bipartite matching.

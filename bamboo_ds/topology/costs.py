@@ -14,7 +14,7 @@ from .plan import Plan
 
 @dataclass(frozen=True)
 class Candidate:
-    """What the planner knows of a member, living or gone.
+    """The planner's facts on a member, living or gone.
 
     Attributes:
         id: member id.
@@ -61,7 +61,7 @@ class Costs:
         return replace(self, state_bytes=tuple(stage.copied for stage in plan.memory))
 
     def check(self, stages: int) -> None:
-        """Raise :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""
+        """Raises :class:`ConfigError` unless both tuples are empty or have ``stages`` numbers >= 0."""
         for name, values in (("seconds", self.seconds), ("state_bytes", self.state_bytes)):
             if values and len(values) != stages:
                 raise ConfigError(f"costs.{name} has {len(values)} entries: give one for each of {stages} stages")
@@ -145,7 +145,7 @@ class Roster:
 
 
 def block_seconds(plan: Plan, costs: Costs) -> BlockCosts:
-    """What blocks cost: ``costs.seconds`` if given, else what has been measured, else the same for every stage.
+    """The costs of blocks: ``costs.seconds`` if given, else what has been measured, else the same for every stage.
 
     Where only the cost of a stage is known its blocks are equal.
     """

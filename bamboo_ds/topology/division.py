@@ -33,7 +33,7 @@ _LESS = 0.7
 
 
 def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent, ...]:
-    """What shadows compute under ``plan``, whose owners and shadows are settled.
+    """The division of stages under ``plan``, whose owners and shadows are settled.
 
     What ``plan`` lends stays, unless the slowest member gains ``min_gain`` by another division, or loses nothing by one
     that lends much less.
@@ -173,7 +173,7 @@ class Divider:
 
 
 def _distance(stages: Sequence[int], stage: int) -> int:
-    """From ``stage`` to the nearest of ``stages``; 0 without any."""
+    """The distance from ``stage`` to the nearest of ``stages``; 0 without any."""
     return min((abs(each - stage) for each in stages), default=0)
 
 
@@ -191,7 +191,7 @@ def _with(shadows: Sequence[str | None], rank: int, member: str) -> list[str | N
 
 
 def still_lent(previous: Plan, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[Lent, ...]:
-    """What of ``previous`` is lent where neither owner nor shadow has changed."""
+    """The lendings of ``previous`` where neither owner nor shadow has changed."""
     return tuple(
         each
         for each in previous.lent

@@ -33,7 +33,7 @@ def explain(
 
 
 def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
-    """What ``plan`` cannot do since ``members`` may not hold it, and what binds."""
+    """Lines on what ``plan`` lacks since ``members`` have not the memory for it, and on the limits that bind."""
     roster = Roster(member for member in members if member.id in plan.members)
     room = Room(plan, roster.usable)
     left = room.left(plan.owners, plan.shadows)
@@ -56,14 +56,14 @@ def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
 
 
 def memory_of(plan: Plan, members: Iterable[Candidate]) -> list[tuple[str, int, int]]:
-    """By member of ``plan`` with a limit: its id, bytes that it may hold, and bytes that it holds."""
+    """The memory of each member of ``plan`` with a limit: its id, bytes that it may hold, and that it holds."""
     room = Room(plan, [member for member in members if member.id in plan.members])
     left = room.left(plan.owners, plan.shadows)
     return [(member, limit, limit - left[member]) for member, limit in room.limits.items()]
 
 
 def undivided(plan: Plan) -> list[str]:
-    """Which stages of ``plan`` are computed whole in any case, and why."""
+    """Lines on the stages of ``plan`` that are computed whole in any case, and why."""
     layout = plan.world
     if layout.slices > 1:
         return ["all stages are computed whole: with tensor slices they cannot be divided"]
@@ -112,7 +112,7 @@ class _Explanation:
         return f"because {old} had {_roles(count)} and the slowest member gets less to do"
 
     def _away(self, old: str) -> str | None:
-        """That a member can have no role any more."""
+        """The reason why ``old`` can have no role any more, or ``None``."""
         if old not in self._roster.everyone:
             return f"because {old} is gone"
         return None if old in self._roster.order else f"because {old} is leaving"
@@ -151,7 +151,7 @@ class _Explanation:
         ]
 
     def _placement(self) -> list[str]:
-        """Whose replicas wait in host memory from now on, and whose compute ahead of a loss."""
+        """Lines on members whose replicas wait in host memory from now on, or compute ahead of a loss."""
         old, new = self._previous, self._new
         lacking = Room(new, self._roster.usable).waiting(new.owners, new.shadows)
         found = []

@@ -62,7 +62,7 @@ class _Fitting:
         self._exchanges = _EXCHANGES
 
     def placed(self, wanted: Sequence[str | None], sign: int) -> tuple[str | None, ...]:
-        """As many shadows as find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
+        """The shadows that find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
 
         def order(rank: int) -> tuple[bool, int]:
             return (rank, wanted[rank]) not in self._held, sign * self._room.size(rank)
@@ -100,7 +100,7 @@ class _Fitting:
         return copied and self._room.shadowed(rank, member) <= self._left[member]
 
     def _give(self, rank: int, member: str, exchanging: bool = False) -> bool:
-        """Make ``member`` the shadow of the role, if it may be.
+        """Makes ``member`` the shadow of the role, if it may be.
 
         Args:
             exchanging: it has room for a copy only when replicas are gone that it loses.
@@ -137,7 +137,7 @@ class _Fitting:
             insort(self._open, after)
 
     def _exchange(self, rank: int) -> None:
-        """Give the role to a member that has room when what it loses is gone, or passes another replica on for it."""
+        """Gives the role to a member that has room when what it loses is gone, or passes another replica on for it."""
         if any(self._give(rank, member, exchanging=True) for member in self._roomy(rank)):
             return
         most = -self._open[0][0] if self._open else 0

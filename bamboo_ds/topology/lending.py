@@ -1,4 +1,4 @@
-"""What shadows compute for owners, while it is being found out: work on the edges of a graph of members.
+"""The search for what shadows compute for owners: work on the edges of a graph of members.
 
 A role joins its owner to its shadow. Its blocks go from the one to the other in steps, each to the next block before
 which the stage may be divided::
@@ -36,7 +36,7 @@ _WORTH = 0.02
 
 @dataclass(frozen=True, eq=False)
 class Way:
-    """How a stage is divided, step by step from one side on.
+    """The division of a stage, step by step from one side on.
 
     Attributes:
         side: the part that the shadow has.
@@ -52,7 +52,7 @@ class Way:
 
 
 class Ground:
-    """What all divisions of a plan's stages have in common, whatever members shadow them.
+    """The part that all divisions of a plan's stages have in common, whatever members shadow them.
 
     Args:
         plan: with its owners. Its shadows do not matter.
@@ -164,7 +164,7 @@ class Lending:
 
     @property
     def work(self) -> float:
-        """How much shadows compute in all."""
+        """The amount of work that shadows compute in all."""
         return sum(self._ways[rank].shares[steps] for rank, steps in self._steps.items())
 
     @property
@@ -184,7 +184,7 @@ class Lending:
 
     @property
     def rating(self) -> tuple[float, int, int, float]:
-        """Of several divisions the one with the smallest is the best: its slowest member, their number, spans, work."""
+        """The rating of the division, the smaller the better: slowest member, number of such, spans, work."""
         return round(self.slowest, 9), self._tied, self._spans, self.work
 
     @property
@@ -207,11 +207,11 @@ class Lending:
 
     @property
     def shadows(self) -> Sequence[str | None]:
-        """By rank."""
+        """The shadows by rank."""
         return self._graph.shadows
 
     def lent(self) -> tuple[Lent, ...]:
-        """What shadows compute."""
+        """The lendings to shadows."""
         return tuple(
             Lent(rank, self._ways[rank].cuts[steps - 1], self._ways[rank].side)
             for rank, steps in sorted(self._steps.items())
@@ -219,7 +219,7 @@ class Lending:
         )
 
     def improve(self) -> None:
-        """Take work from the slowest members as long as that makes nobody as slow as they were."""
+        """Takes work from the slowest members as long as that makes nobody as slow as they were."""
         if self.even:
             return
         relieved = True
@@ -230,7 +230,7 @@ class Lending:
             relieved = any(self._relieve(member, offered) for member in slowest)
 
     def _relieve(self, slowest: str, offered: dict[str, float]) -> bool:
-        """Move one step of work from ``slowest`` along the shortest chain of members that can bear it.
+        """Moves one step of work from ``slowest`` along the shortest chain of members that can bear it.
 
         Args:
             slowest: the member.
@@ -260,7 +260,7 @@ class Lending:
         return False
 
     def _next(self, rank: int, member: str) -> list[tuple[Way, int]]:
-        """How one step of a role may go from ``member`` to the other one that holds it: each the way, and its step."""
+        """The steps of roles that may go from ``member`` to their other holders: each the way, and its step."""
         way, steps = self._ways[rank], self._steps[rank]
         if member != self._ground.owners[rank]:
             return [(way, steps - 1)] if steps else []

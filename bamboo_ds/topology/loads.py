@@ -1,4 +1,4 @@
-"""How much members have to do, sorted at all times."""
+"""Loads of members, sorted at all times."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 
 
 class Loads:
-    """What each member has to do, or holds. Finding those with most or least of it needs no look at most others.
+    """The loads of members, in work or memory. Finding those with most or least of it needs no look at most others.
 
     Args:
         loads: by member. Where members have as much as others, those named first come first.
@@ -43,16 +43,16 @@ class Loads:
         return [self._members[place] for place in sorted([place for _, place in above])[:count]]
 
     def least(self, groups: Mapping[str, str] | None = None, excluded: Collection[str] = ()) -> str | None:
-        """The member with least, of those of ``groups`` that are not ``excluded``; ``None``: there is none."""
+        """The member with least, of those of ``groups`` that are not ``excluded``, or ``None``."""
         members = (self._members[place] for _, place in self._ranking)
         return next((member for member in members if groups is None or groups[member] not in excluded), None)
 
     def add(self, member: str, amount: float) -> None:
-        """Give ``member`` more, or less."""
+        """Gives ``member`` more, or less."""
         self.update(member, self._loads[member] + amount)
 
     def update(self, member: str, load: float) -> None:
-        """Set the load of ``member``."""
+        """Sets the load of ``member``."""
         place = self._places[member]
         del self._ranking[bisect_left(self._ranking, (self._loads[member], place))]
         self._loads[member] = load

@@ -86,7 +86,7 @@ class StageMemory:
 
 @dataclass(frozen=True)
 class StateBytes:
-    """What a job keeps per trainable parameter.
+    """The bytes that a job keeps per trainable parameter.
 
     Attributes:
         precision: of the model.
@@ -166,7 +166,7 @@ class StateBytes:
         return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
 
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:
-        """What a stage takes that has so many trainable parameters, and so many others."""
+        """The bytes of a stage with so many trainable parameters, and so many others."""
         fixed = frozen * self.frozen
         own, replica, copied = (round(parameters * each + fixed) for each in (self.owner, self.shadow, self.copied))
         sums = NEWEST_SUMS * self.gradient * parameters if self.syncs else 0

@@ -71,7 +71,7 @@ def _settled(board: Board) -> Board | None:
 
 
 def _put(board: Board, rank: int) -> bool:
-    """Give the role to a member with room for it: one that holds it, else that with least to do."""
+    """Gives the role to a member with room for it: one that holds it, else that with least to do."""
     member = board.holder(rank, inf)
     if member is None:
         able = (m.id for m in board.roster.usable if board.has_room(rank, m.id))
@@ -121,7 +121,7 @@ def _levelled(board: Board) -> Board:
 
 
 def _relieve(board: Board, slowest: str) -> bool:
-    """Move a role from ``slowest``, or exchange it for a smaller one, so that both have less to do than it had."""
+    """Moves a role from ``slowest``, or exchanges it for a smaller one, so that both have less to do than it had."""
     most = board.loads[slowest] * (1 - SLACK)
     order, loads, seconds = board.roster.order, board.loads, board.seconds
     idlest = nsmallest(_IDLEST, (m for m in order if m != slowest), key=lambda m: (loads[m], order[m]))

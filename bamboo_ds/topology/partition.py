@@ -23,7 +23,7 @@ def fast_enough(best: float, min_gain: float) -> float:
 
 
 def partition(costs: Sequence[float], bins: int) -> tuple[float, list[int]]:
-    """Divide items of ``costs`` among ``bins`` bins.
+    """Divides items of ``costs`` among ``bins`` bins.
 
     Returns:
         The load of the fullest bin, and the bin of every item.

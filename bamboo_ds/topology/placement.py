@@ -76,7 +76,7 @@ def _levelled(board: Board, limit: float) -> Board:
 
 
 def _shed(board: Board, member: str, own: set[int], limit: float, finder: Loads | None) -> None:
-    """Take roles from ``member``, whose roles are ``own``, until it is within ``limit``: the cheapest ones first.
+    """Takes roles from ``member``, whose roles are ``own``, until it is within ``limit``: the cheapest ones first.
 
     A role costs nothing if a holder has room for it, or if it needs another copy anyway because no member can
     shadow it: the copy's holder becomes its owner and ``member`` its shadow.

@@ -118,7 +118,7 @@ class Plan:
         return self.when == "now" or (self.when == "iteration" and iterating)
 
     def place(self, member: str) -> str:
-        """Where others reach the worker of ``member``; empty where that is not known."""
+        """The address of the worker of ``member``; empty where that is not known."""
         return dict(zip(self.members, self.places, strict=False)).get(member, "")
 
     def owner(self, role: Role) -> str:
@@ -130,7 +130,7 @@ class Plan:
         return self.shadows[self.world.rank(role)] if self.shadows else None
 
     def lending(self, role: Role) -> Lent | None:
-        """What of ``role`` its shadow computes, if anything."""
+        """The part of ``role`` that its shadow computes, if any."""
         return self._lent.get(self.world.rank(role))
 
     @cached_property
@@ -169,12 +169,12 @@ class Plan:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Plan:
-        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        """Parses :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return _ADAPTER.validate_json(text)
 
 
 def part_hosts(owner: str, shadow: str | None, side: Side) -> tuple[str, str]:
-    """Who computes the front and the rear of a role whose ``side`` is lent to its ``shadow``."""
+    """The members that compute front and rear of a role whose ``side`` is lent to its ``shadow``."""
     if shadow is None:
         raise ValueError(f"a part of a role of {owner} is lent to nobody")
     return (shadow, owner) if side == "front" else (owner, shadow)

@@ -203,7 +203,7 @@ def takeover(
 
 
 def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...]:
-    """Of several holders the one with the smallest takes a role over from ``gone``: that which owns fewest roles."""
+    """The preference of a holder as heir of ``gone``, the smaller the better: that which owns fewest roles."""
     return (duties,)
 
 
@@ -298,7 +298,7 @@ def _settled(previous: Plan, holders: Holders) -> Holders:
 
 
 class _Targets:
-    """What the rules make of a question, by who holds copies.
+    """The targets by the rules for a question, by who holds copies.
 
     Owners share the stages by number, as their state lies evenly then, and shadows divide the work. Where that leaves a
     member too much to do, as some stages take longer than others and cannot be divided enough, they share them by time:

@@ -1,4 +1,4 @@
-"""What a plan is asked for: the input of all that places roles and replicas."""
+"""The question to the planner: the input of all that places roles and replicas."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Holders = Mapping[int, Collection[str]]
 
 @dataclass(frozen=True, eq=False)
 class Question:
-    """What all that places roles and replicas goes by.
+    """The input of all that places roles and replicas.
 
     Attributes:
         previous: the plan before, with its layout.
@@ -36,7 +36,7 @@ class Question:
 
     @cached_property
     def seconds(self) -> list[float]:
-        """Of a micro-batch, by rank."""
+        """Seconds of a micro-batch's passes, by rank."""
         return [self.costs.time(role.stage) for role in self.previous.world.roles]
 
     @cached_property

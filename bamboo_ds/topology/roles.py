@@ -122,7 +122,7 @@ class Layout:
 
 @lru_cache(maxsize=64)
 def groups_like(layout: Layout, ranks: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
-    """For every rank its group that extends along the same axes (stages, copies, slices) as the group of ``ranks``."""
+    """The group of every rank that extends along the same axes (stages, copies, slices) as the group of ``ranks``."""
     places = [(role.stage, layout.copy_of(role), layout.slice_of(role)) for role in layout.roles]
     fixed = [axis for axis in range(3) if len({places[rank][axis] for rank in ranks}) == 1]
     keys = [tuple(place[axis] for axis in fixed) for place in places]

@@ -1,4 +1,4 @@
-"""What members may hold, and what they would hold under a plan. Pure.
+"""Limits of members' memory, and its use under a plan. Pure.
 
 A role takes as much on its shadow as it would on its owner, or more (:class:`~.memory.StageMemory`): what its passes
 keep counts on both. So a takeover by a shadow takes no member beyond what it may hold::
@@ -24,7 +24,7 @@ from .plan import Plan
 
 
 class Room:
-    """What members may hold.
+    """The limits of members' memory.
 
     Args:
         plan: with its layout, and what stages take.
@@ -135,7 +135,7 @@ def while_copying(plan: Plan, target: Plan, builders: Collection[tuple[int, str]
 
 
 def member_bytes(plan: Plan, stages: Sequence[StageMemory]) -> dict[str, tuple[int, int]]:
-    """By member, bytes of the state of the roles that it owns, and of those that it shadows."""
+    """Bytes of the state of the roles that each member owns, and of those that it shadows."""
     owned, shadowed = dict.fromkeys(plan.members, 0), dict.fromkeys(plan.members, 0)
     for role, owner, shadow in zip(plan.world.roles, plan.owners, plan.shadows or plan.owners, strict=True):
         if owner in owned:
@@ -146,7 +146,7 @@ def member_bytes(plan: Plan, stages: Sequence[StageMemory]) -> dict[str, tuple[i
 
 
 def page_locked(plan: Plan, parameters: Sequence[int], state: StateBytes) -> Counter[str]:
-    """By member, bytes of host memory that are page-locked while its replicas wait there, at most.
+    """Bytes of host memory by member that are page-locked while its replicas wait there, at most.
 
     Gradients and sums: those that its replicas have, and those of its own stages on their way. Boundary tensors and the
     slabs through which a replica's step goes come on top.

@@ -73,7 +73,7 @@ class _Shadows:
         return True
 
     def _place_on_standbys(self) -> Sequence[int]:
-        """Give standbys the replicas that they have room for, first those that they hold; returns the other roles."""
+        """Gives standbys the replicas that they have room for, first those that they hold; returns the other roles."""
         ranks, busy = range(len(self._owners)), frozenset(self._owners)
         work: float = 2 * max(self._loads.values()) * (1 + SLACK)
         room: float = 2 * max(self._owned.values())
@@ -123,7 +123,7 @@ class _Shadows:
         return self._before[rank] if self._roster.apart(self._owners[rank], self._before[rank]) else None
 
     def _free(self, rank: int) -> str | None:
-        """The best shadow that needs no copy; ``None`` if there is none, or a copy is worth it."""
+        """The best shadow that needs no copy; ``None`` without one, or if a copy is worth it."""
         owner, former = self._owners[rank], self._question.previous.owners[rank]
         current, held = self._question.shadow(rank), self._question.able(rank, owner)
         near = self._near(rank)
@@ -136,7 +136,7 @@ class _Shadows:
         return min(held, key=lambda m: (self._replicas[m], self._roster.order[m]), default=None)
 
     def _place_distant(self, ranks: Sequence[int]) -> None:
-        """Where the owner of the stage before may not be the shadow."""
+        """Places replicas where the owner of the stage before may not be the shadow."""
         order, replicas, busy = self._roster.order, self._replicas, frozenset(self._owners)
 
         def finder(members: Iterable[str]) -> Loads:

@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 def only(plan: Plan, number: int) -> Plan:
-    """What ``plan`` says about slice ``number`` and the members whose scripts run in it."""
+    """The part of ``plan`` about slice ``number`` and the members whose scripts run in it."""
     layout = plan.world
     slices = layout.slices
     if slices == 1:
@@ -91,5 +91,5 @@ def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate
 
 
 def _woven(slices: Sequence[tuple[_T, ...]]) -> tuple[_T, ...]:
-    """By rank of the job what ``slices`` say by rank of the slice."""
+    """The values of ``slices``, by rank of the job in place of the slice's."""
     return tuple(each for ranks in zip(*slices, strict=True) for each in ranks)

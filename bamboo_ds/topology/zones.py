@@ -54,7 +54,7 @@ class _Exchange:
             self._pairs.setdefault(self._pair(rank), {})[rank] = None
 
     def improve(self) -> None:
-        """Move what shares its owner's zone, as far as that goes."""
+        """Moves what shares its owner's zone, as far as that goes."""
         for rank in self._ranks:
             if self._safe(rank, str(self._shadows[rank])):
                 continue

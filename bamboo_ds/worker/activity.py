@@ -1,4 +1,4 @@
-"""What a worker's main thread does, and where it is when it does not get on, for whoever reads the log."""
+"""The activity of a worker's main thread, and its place when it does not get on, for the log."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ FIRST_WORD_S = 3.0
 
 
 class Activity:
-    """What a worker's main thread does, for its heartbeats. Written by that thread, read by the channel's.
+    """The activity of a worker's main thread, for its heartbeats. Written by that thread, read by the channel's.
 
     Attributes:
         beats: instructions done so far.
@@ -45,7 +45,7 @@ class Activity:
         self.telling: dict[str, Callable[[], str]] = {}
 
     def words(self) -> str | None:
-        """What takes long at this moment, for people; ``None``: nothing."""
+        """The activity that takes long at this moment, in words, or ``None``."""
         parts = [] if self.told is None else [self.told]
         return "; ".join([*parts, *(tell() for tell in list(self.telling.values()))]) or None
 
@@ -61,7 +61,7 @@ class Activity:
 
 
 def frame_of(thread: threading.Thread) -> FrameType | None:
-    """Where ``thread`` is; ``None`` if it does not run.
+    """The frame of ``thread``; ``None`` if it does not run.
 
     CPython before 3.12.1 holds a lock of the interpreter meanwhile that objects with variables of threads need to end:
     if the collector ends one just then, all threads wait for ever (gh-106883). So there is no collection meanwhile.
@@ -90,7 +90,7 @@ class Stalls:
         self._next_word_s = FIRST_WORD_S
 
     def look(self, activity: Activity, now: float) -> None:
-        """Report if it is time; call it often, from another thread than the main one.
+        """Reports if it is time; is called often, from another thread than the main one.
 
         Args:
             activity: of the main thread.

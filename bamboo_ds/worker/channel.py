@@ -125,7 +125,7 @@ class WorkerChannel:
 
     @classmethod
     def from_environment(cls) -> WorkerChannel | None:
-        """The channel that this process inherited from its agent; ``None`` if there is none.
+        """The channel that this process inherited from its agent, or ``None``.
 
         Its variable and the job's secret are taken out of the environment, so that child processes of the worker do
         not take themselves for workers, nor know the secret; later calls in the same process return the same channel.
@@ -160,7 +160,7 @@ class WorkerChannel:
     # -- life ---------------------------------------------------------------------------------------
 
     def start(self, on_plan: Callable[[Plan], None], on_closed: Callable[[], None]) -> None:
-        """Start the channel's thread.
+        """Starts the channel's thread.
 
         Args:
             on_plan: called on the channel's thread for every plan with a newer epoch, as soon as it
@@ -177,7 +177,7 @@ class WorkerChannel:
         self._thread.start()
 
     def close(self) -> None:
-        """Send what is left, the newest progress included, and end: no thread and no fd stay behind."""
+        """Sends what is left, the newest progress included, and ends: no thread and no fd stay behind."""
         with self._changed:
             if self._closing:
                 return
@@ -198,7 +198,7 @@ class WorkerChannel:
         return self._plan
 
     def wait_plan(self, after_epoch: int, timeout_s: float) -> Plan:
-        """Wait for a plan with an epoch above ``after_epoch`` and return the newest one.
+        """Waits for a plan with an epoch above ``after_epoch`` and returns the newest one.
 
         Raises ``TimeoutError`` after ``timeout_s`` seconds, ``ConnectionError`` when the agent is gone.
         """
@@ -217,7 +217,7 @@ class WorkerChannel:
         return 0 if plan is None else plan.epoch
 
     def await_boundary(self, after_epoch: int, timeout_s: float) -> None:
-        """Wait until a plan with an epoch above ``after_epoch`` could be entered, for at most ``timeout_s`` seconds."""
+        """Waits for a plan with an epoch above ``after_epoch`` that can be entered, ``timeout_s`` seconds at most."""
         with self._changed:
             self._changed.wait_for(lambda: self.boundary() > after_epoch or self._gone or self._closing, timeout_s)
 
@@ -233,7 +233,7 @@ class WorkerChannel:
             return self._peers
 
     def _wait(self, ready: Callable[[], bool], timeout_s: float, what: str) -> None:
-        """Wait under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
+        """Waits under ``_changed`` for ``ready``; see :meth:`wait_plan` for what is raised."""
         self._changed.wait_for(lambda: ready() or self._gone or self._closing or self._failure, timeout_s)
         if self._failure is not None:
             raise Isolated(f"member {self.member} cannot follow a new plan: {self._failure}") from self._failure
@@ -255,7 +255,7 @@ class WorkerChannel:
         memory: int | None = None,
         device: DeviceRecord | None = None,
     ) -> None:
-        """Report that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
+        """Reports that the engine is built; see :class:`~bamboo_ds.control.registry.records.LayoutRecord`."""
         self._layout = LayoutRecord(
             id=self.member,
             layout=layout,
@@ -271,7 +271,7 @@ class WorkerChannel:
         self._send(self._layout)
 
     def need_every_rank(self) -> None:
-        """Report that the script computes what only all ranks can, each in a process of its own. Idempotent."""
+        """Reports that the script computes what only all ranks can, each in a process of its own. Idempotent."""
         if not self._every_rank:
             self._every_rank = True
             if self._layout is not None:
@@ -279,15 +279,15 @@ class WorkerChannel:
                 self._send(self._layout)
 
     def report_state(self, state: WorkerState) -> None:
-        """Report what this worker is in, and what it holds."""
+        """Reports what this worker is in, and what it holds."""
         self._send(state)
 
     def suspect(self, epoch: int, accused: Mapping[str, str]) -> None:
-        """Report that operations of ``epoch`` towards the members ``accused`` failed, with the reasons."""
+        """Reports that operations of ``epoch`` towards the members ``accused`` failed, with the reasons."""
         self._send(SuspicionRecord(by=self.member, epoch=epoch, accused=dict(accused)))
 
     def event(self, kind: str, **fields: Any) -> None:
-        """Hand an event to the agent's event writer; ``fields`` must be JSON values.
+        """Hands an event to the agent's event writer; ``fields`` must be JSON values.
 
         ``epoch`` is that of the newest plan, unless given; the sender may not have entered that one yet. Where there
         is a ``step`` its ``global_step`` is added.
@@ -297,14 +297,14 @@ class WorkerChannel:
         self._send(EventReport(kind=kind, fields={"epoch": plan.epoch if plan else 0, **added, **fields}))
 
     def progress(self, step: int, checkpoint: str | None = None) -> None:
-        """Note the newest committed step, sent with the next heartbeat, or complete checkpoint, sent at once."""
+        """Notes the newest committed step, sent with the next heartbeat, or complete checkpoint, sent at once."""
         before = self._progress.checkpoint
         self._progress = Heartbeat(step=step, global_step=step + self.ahead, checkpoint=checkpoint or before)
         if self._progress.checkpoint != before:
             self._send(self._heartbeat())
 
     def exit_notice(self, reason: str, failed: bool = False, done: bool = False, code: int = 1) -> None:
-        """Tell the agent why this worker is about to end; see :class:`~bamboo_ds.control.messages.ExitNotice`."""
+        """Tells the agent why this worker is about to end; see :class:`~bamboo_ds.control.messages.ExitNotice`."""
         self._send(self._heartbeat())  # the newest progress: there may be no other after this
         self._send(ExitNotice(reason=reason, failed=failed, code=code, done=done, step=self._progress.step))
 
@@ -333,7 +333,7 @@ class WorkerChannel:
             self._on_closed()
 
     def _serve(self) -> bool:
-        """Read until the channel ends; true if it was the agent that ended it."""
+        """Reads until the channel ends; true if it was the agent that ended it."""
         next_heartbeat = time.monotonic()
         while not self._closing:
             now = time.monotonic()

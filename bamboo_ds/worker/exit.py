@@ -1,4 +1,4 @@
-"""How a worker's script ends, what its agent and its peers are told of that, and with which exit code."""
+"""The end of a worker's script: its exit code, and what its agent and its peers are told."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ class ScriptExit:
         self._hook_before = sys.excepthook
 
     def watch(self) -> None:
-        """Learn whether the script ends well: only then its peers may be waited for."""
+        """Learns whether the script ends well: only then its peers may be waited for."""
         previous_exit = sys.exit
 
         def leave(status: Any = None) -> Any:
@@ -94,7 +94,7 @@ class ScriptExit:
             self._hook_before, sys.excepthook = sys.excepthook, self._note_exception
 
     def note(self, error: BaseException) -> None:
-        """Note what has come out of the script."""
+        """Notes what has come out of the script."""
         if os.getpid() != self._process:
             return
         if not isinstance(error, SystemExit):
@@ -106,7 +106,7 @@ class ScriptExit:
             self._channel.exit_notice(f"exit code {status}", failed=failed, code=status & 0xFF)
 
     def _note_exception(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        """Handle an exception that ends the script."""
+        """Handles an exception that ends the script."""
         if os.getpid() != self._process:
             # A process of a DataLoader, say: it does not speak for the worker, nor has it failed when that ends.
             if not is_ending(self._process):

@@ -1,4 +1,4 @@
-"""What one worker process has of its job: the channel to its agent, the data plane, the plan that it is in."""
+"""A job as one worker process has it: the channel to its agent, the data plane, the plan that it is in."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ _job: Job | None = None
 
 
 class Job:
-    """What one worker process has of its job. There is at most one per process.
+    """A job as one worker process has it. There is at most one per process.
 
     Attributes:
         channel: to the agent.
@@ -96,7 +96,7 @@ class Job:
         use_for_cuda(values.comm.cuda_backend)
 
     def check_first_engine(self) -> None:
-        """Raise :class:`UnsupportedError` if this process has an engine that the job keeps alive."""
+        """Raises :class:`UnsupportedError` if this process has an engine that the job keeps alive."""
         if self.has_engine:
             raise UnsupportedError(
                 f'this process has an engine with a "{BLOCK}" block already, and a job keeps one engine alive. Give '
@@ -121,7 +121,7 @@ class Job:
     # -- epochs -------------------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Join the first epoch and create the default process group on the ``bamboo`` backend.
+        """Joins the first epoch and creates the default process group on the ``bamboo`` backend.
 
         A member that joins a running job stays detached: its engine is built without peers.
         """
@@ -146,7 +146,7 @@ class Job:
             init_process_group(self.session, self.channel.rank, self.channel.world_size)
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch.
+        """Attaches to ``plan``'s epoch.
 
         Raises:
             EpochChanged: the epoch ended meanwhile.
@@ -183,7 +183,7 @@ class Job:
             raise EpochChanged(f"epoch {epoch} ended while it was entered")
 
     def _await_turn(self, plan: Plan, error: AbortFailed) -> None:
-        """Tell that this worker cannot enter ``plan``'s epoch, and wait until it can, or is to stop.
+        """Tells that this worker cannot enter ``plan``'s epoch, and waits until it can, or is to stop.
 
         The same may have happened to several workers, each of which may wait for the others' end: where they share a
         host NCCL's abort waits for all processes. So they stop in turn. The leader goes on without one of them at a
@@ -252,7 +252,7 @@ class Job:
             ) from error
 
     def await_fence(self) -> None:
-        """Wait until this worker may commit: until its agent has lately read in etcd that the job goes on with it.
+        """Waits until this worker may commit: until its agent has lately read in etcd that the job goes on with it.
 
         Raises:
             EpochChanged: the epoch has ended.
@@ -333,12 +333,12 @@ class Job:
         return found
 
     def progressed(self, step: int) -> None:
-        """Tell the agent the newest committed step."""
+        """Tells the agent the newest committed step."""
         self._step = step
         self.channel.progress(step)
 
     def completed(self, checkpoint: str) -> None:
-        """Tell the agent the newest complete checkpoint."""
+        """Tells the agent the newest complete checkpoint."""
         self.channel.progress(self._step, checkpoint)
 
     # -- called on other threads ----------------------------------------------------------------------
@@ -358,7 +358,7 @@ class Job:
                 self._failures.setdefault(member, reason)
 
     def _tell_awaited(self, members: Sequence[str], seconds: float) -> None:
-        """Say who keeps the others waiting: it may be stuck, or busy with something long; only a person can tell."""
+        """Names the members that keep the others waiting: a person can tell whether they are stuck or busy."""
         plan = self.session.plan
         assert plan is not None
         logger.warning(
@@ -377,14 +377,14 @@ class Job:
 
 
 def begin(job: Job) -> None:
-    """Start ``job`` as that of this process."""
+    """Starts ``job`` as that of this process."""
     global _job
     job.start()
     _job = job
 
 
 def script_ends_by(error: BaseException) -> None:
-    """Tell this process's job, if there is one, what has come out of the script."""
+    """Tells this process's job, if there is one, what has come out of the script."""
     if _job is not None:
         _job.exit.note(error)
 
@@ -413,7 +413,7 @@ def is_replaying() -> bool:
 
 
 def job_of_main_thread() -> Job | None:
-    """This process's job; ``None``: there is none, or another thread than the main one asks."""
+    """This process's job, or ``None``, also for another thread than the main one."""
     return _job if threading.current_thread() is threading.main_thread() else None
 
 

@@ -23,7 +23,7 @@ _WRITTEN = 1
 
 
 def patch() -> None:
-    """Replace torch's function, for scripts' calls between the operations of the engine; idempotent."""
+    """Replaces torch's function, for scripts' calls between the operations of the engine; idempotent."""
     patching.patch(c10d, "broadcast_object_list", _wrapped)
     torch.distributed.broadcast_object_list = c10d.broadcast_object_list
 

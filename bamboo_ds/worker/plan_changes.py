@@ -1,4 +1,4 @@
-"""What a script may learn of changes of the plan; see :func:`bamboo_ds.on_plan_change`."""
+"""Changes of the plan as a script learns of them; see :func:`bamboo_ds.on_plan_change`."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ _known: Plan | None = None
 
 
 def listen(listener: _L) -> _L:
-    """Call ``listener`` after each change from now on; returns it."""
+    """Calls ``listener`` after each change from now on; returns it."""
     _listeners.append(listener)
     return listener
 
@@ -75,7 +75,7 @@ def tell(plan: Plan, member: str) -> None:
 
 
 def view_of(before: Plan | None, plan: Plan, member: str) -> PlanView:
-    """What of ``plan`` a script is told that knew of ``before``; ``None``: this member has just joined."""
+    """The view of ``plan`` for a script that knew of ``before``; ``None``: this member has just joined."""
     known = before.members if before is not None else plan.members
     gone = [other for other in known if other not in plan.members]
     lost = tuple(other for other in gone if other in plan.lost)

@@ -11,7 +11,6 @@ import importlib
 import json
 import os
 import re
-from collections import Counter
 from dataclasses import dataclass
 from datetime import datetime
 from enum import Enum
@@ -29,8 +28,6 @@ from bamboo_ds.observe.events import Consumed, Event, EventBase
 
 ROOT = Path(__file__).resolve().parents[2]
 _GENERATED = re.compile(r"(<!-- generated: (\w+) -->\n)(.*?)(<!-- end of generated -->)", re.DOTALL)
-#: Commands that start members, whose options the documentation lists.
-_STARTING = {"run", "join", "launch"}
 _FENCED = re.compile(r"^ *```[^\n]*\n(.*?)^ *```$", re.DOTALL | re.MULTILINE)
 
 
@@ -146,39 +143,6 @@ def options_of(command: click.Command) -> list[click.Option]:
     return [each for part in (command, *further) for each in part.params if isinstance(each, click.Option)]
 
 
-def options_markdown() -> str:
-    """The options of the commands that start members: those that several commands share, then those of each alone."""
-    shown = {
-        name: [_option(each) for each in options_of(command) if not each.hidden]
-        for name, command in sorted(commands().items())
-    }
-    owners: dict[str, tuple[str, ...]] = {}
-    for name in shown:
-        for option in shown[name]:
-            owners[option] = (*owners.get(option, ()), name)
-    lines: list[str] = []
-    for names in sorted(set(owners.values()), key=lambda names: (len(names) == 1, names)):
-        if not _STARTING & set(names):
-            continue
-        heading = f"Of {', '.join(names)}" if len(names) > 1 else f"`bamboo {names[0]}`"
-        lines += [f"### {heading}", "", *(option for option, of in owners.items() if of == names), ""]
-    return "\n".join(lines)
-
-
-def _option(option: click.Option) -> str:
-    """An option: its spellings, and its meaning with the default and the variable, or the setting that it gives."""
-    spelled = ", ".join(f"`{each}`" for each in (*option.opts, *option.secondary_opts))
-    meaning = " ".join((option.help or "").split())
-    told = re.search(r" \[default: (.*)\]$", meaning)
-    default = told[1] if told else f"`{option.default}`" if option.show_default and not option.is_flag else ""
-    meaning = meaning[: told.start()] if told else meaning
-    setting = re.search(r"In place of bamboo\.([\w.]+)\.$", meaning)
-    meaning = f"`{setting[1]}` of the block." if setting else meaning
-    notes = [default] if default else []
-    notes += [f"`{option.envvar}`"] if option.envvar else []
-    return f"- {spelled}: {meaning}{' (' + '; '.join(notes) + ')' if notes else ''}"
-
-
 def settings_markdown() -> str:
     """The settings with their defaults, made from the models."""
     rows: list[str] = []
@@ -197,44 +161,84 @@ def settings_markdown() -> str:
     return "\n".join(rows)
 
 
-def schema_markdown() -> str:
-    """All kinds of events and their fields. What more than three kinds have alike is described once."""
-    models = [model for model in get_args(Event)]
-    own = {model: [name for name in model.model_fields if name not in EventBase.model_fields] for model in models}
-    uses = Counter(_field(name, model) for model in models for name in own[model])
-    shared = {line for line, times in uses.items() if times > 3}
-    lines = ["### Of every event", "", *(_field(name, EventBase) for name in EventBase.model_fields), ""]
-    lines += ["### Of several events", "", *(line for line in uses if line in shared), ""]
-    lines += ["### `consumed`", "", "A field of `step` and `recovered`, `null` without `observe.checksums`:", ""]
-    lines += [*(_field(name, Consumed) for name in Consumed.model_fields), ""]
-    for model in models:
-        lines += [f"### `{model.model_fields['event'].default}`", "", " ".join((model.__doc__ or "").split()), ""]
-        lines += [line for name in own[model] if (line := _field(name, model)) not in shared]
-        known = [f"`{name}`" for name in own[model] if _field(name, model) in shared]
-        lines += [f"- {', '.join(known)}", ""] if known else [""]
-    return "\n".join(lines)
+def events_markdown() -> str:
+    """All kinds of events."""
+    return "\n".join(f"- `{_kind(model)}`: {_told(model)}" for model in get_args(Event))
 
 
-def _field(name: str, model: type[BaseModel]) -> str:
-    info = model.model_fields[name]
-    return f"- `{info.alias or name}` ({_type_name(info.annotation)}): {info.description}"
+def events_schema() -> str:
+    """A JSON schema of a line of events: the fields that all kinds have, then those of each."""
+    kinds = {_kind(model): {"description": _told(model), **_fields(model)} for model in get_args(Event)}
+    schema = {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "description": "A line of a file of events; written by `make docs` from bamboo_ds/observe/events.py",
+        "type": "object",
+        **_fields(EventBase),
+        "oneOf": [{"$ref": f"#/$defs/{kind}"} for kind in kinds],
+        "unevaluatedProperties": False,
+        "$defs": {
+            **kinds,
+            "consumed": {"description": _told(Consumed), "type": "object", **_fields(Consumed)},
+            **_NUMBER,
+        },
+    }
+    return _written(schema) + "\n"
 
 
-def _type_name(kind: Any) -> str:
-    """The JSON name of a field's type, with ``?`` where it may be null."""
-    if kind is Consumed:
-        return "`consumed`"
+def _kind(model: type[EventBase]) -> str:
+    kind: str = model.model_fields["event"].default
+    return kind
+
+
+def _told(model: type[BaseModel]) -> str:
+    return " ".join((model.__doc__ or "").split())
+
+
+def _fields(model: type[BaseModel]) -> dict[str, Any]:
+    """The fields of a model, but for those that all events have, as a JSON schema."""
+    own = {name: info for name, info in model.model_fields.items() if model is EventBase or name not in _OF_ALL}
+    properties = {
+        info.alias or name: {**_type(info.annotation), "description": info.description} for name, info in own.items()
+    }
+    if issubclass(model, EventBase) and model is not EventBase:
+        properties = {"event": {"const": _kind(model)}, **properties}
+    return {"properties": properties, "required": list(properties)}
+
+
+_OF_ALL = frozenset(EventBase.model_fields)
+_TYPES = {str: "string", bool: "boolean", int: "integer", datetime: "string"}
+_NOT_FINITE = {"enum": ["NaN", "Infinity", "-Infinity"]}
+_NUMBER = {"number": {"description": "one that is not finite is text", "anyOf": [{"type": "number"}, _NOT_FINITE]}}
+
+
+def _type(kind: Any) -> dict[str, Any]:
+    """The JSON schema of a field's type."""
+    if kind in (Consumed, float):
+        return {"$ref": f"#/$defs/{'number' if kind is float else 'consumed'}"}
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Literal:
-        return ", ".join(str(value) for value in inner)
+        return {"enum": list(inner)}
     if origin in (Union, UnionType):
-        return " or ".join(_type_name(part) for part in inner if part is not type(None)) + "?" * (type(None) in inner)
+        return {"anyOf": [_type(part) for part in inner]}
     if origin is tuple:
-        return f"[{','.join(map(_type_name, inner))}]"
+        return {"type": "array", "items": _type(inner[0]), "minItems": len(inner), "maxItems": len(inner)}
     if origin is list:
-        return f"[{_type_name(inner[0])}…]"
-    names = {str: "string", bool: "bool", int: "int", float: "float", datetime: "string"}
-    return names[kind]
+        return {"type": "array", "items": _type(inner[0])}
+    return {"type": "null" if kind is type(None) else _TYPES[kind]}
+
+
+def _written(schema: dict[str, Any], indent: str = "") -> str:
+    """A JSON schema with a line for each field."""
+    if ("description" in schema and "properties" not in schema) or not any(
+        isinstance(v, dict) for v in schema.values()
+    ):
+        return json.dumps(schema)
+    inner = indent + "  "
+    lines = [
+        f"{inner}{json.dumps(name)}: {_written(v, inner) if isinstance(v, dict) else json.dumps(v)}"
+        for name, v in schema.items()
+    ]
+    return "{\n" + ",\n".join(lines) + f"\n{indent}}}"
 
 
 @dataclass(frozen=True)
@@ -253,15 +257,12 @@ def states() -> list[StateLine]:
     return [StateLine(state, treatment, re.findall("`([^`]+)`", tests)) for state, treatment, tests in found]
 
 
-def claims() -> dict[str, list[str]]:
-    """The files of tests that prove what a page claims, by the page's path below ``docs``: the marker ``claim``."""
-    found: dict[str, list[str]] = {}
-    for file in sorted((ROOT / "tests").rglob("test_*.py")):
-        for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func) == "pytest.mark.claim":
-                for page in map(ast.literal_eval, node.args):
-                    found.setdefault(page, []).append(file.relative_to(ROOT / "tests").as_posix())
-    return found
+def claims() -> set[str]:
+    """The pages, by their paths below ``docs``, of which some test proves a claim: the marker ``claim``."""
+    files = (ROOT / "tests").rglob("test_*.py")
+    nodes = (node for file in files for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Call))
+    markers = (node for node in nodes if ast.unparse(node.func) == "pytest.mark.claim")
+    return {ast.literal_eval(page) for node in markers for page in node.args}
 
 
 def page_of(claim: str) -> Path:
@@ -269,26 +270,12 @@ def page_of(claim: str) -> Path:
     return ROOT / claim if claim == "README.md" else ROOT / "docs" / claim
 
 
-def claims_markdown() -> str:
-    """Which tests prove what a page claims: the names of a folder's files in braces, as shells read them."""
-    lines = []
-    for claim, files in sorted(claims().items()):
-        target = os.path.relpath(page_of(claim), ROOT / "docs")
-        names: dict[str, list[str]] = {}
-        for file in files:
-            folder, _, name = file.rpartition("test_")
-            names.setdefault(folder, []).append(name.removesuffix(".py"))
-        braced = ((folder, f"{{{','.join(own)}}}" if len(own) > 1 else own[0]) for folder, own in names.items())
-        lines.append(f"- [{claim}]({target}): {', '.join(f'`{folder}test_{own}.py`' for folder, own in braced)}")
-    return "\n".join(lines)
-
-
 LISTS = {
-    "claims": claims_markdown,
     "settings": settings_markdown,
-    "events": schema_markdown,
-    "options": options_markdown,
+    "events": events_markdown,
 }
+#: Files that are generated as a whole.
+FILES = {ROOT / "docs" / "reference" / "events.schema.json": events_schema}
 
 
 def generated(page: Path) -> dict[str, str]:
@@ -318,3 +305,7 @@ if __name__ == "__main__":
         if fresh != text:
             page.write_text(fresh)
             print(page.relative_to(ROOT))
+    for file, content in FILES.items():
+        if not file.is_file() or file.read_text() != content():
+            file.write_text(content())
+            print(file.relative_to(ROOT))

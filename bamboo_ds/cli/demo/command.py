@@ -69,7 +69,7 @@ class PlannedKill:
     sent: bool = False
 
     def problems(self, came: LossDetail | None) -> list[str]:
-        """Why this was no SIGKILL in the middle of an iteration that the others survived; empty if it was."""
+        """The reasons why this was no SIGKILL within an iteration that the others survived; empty if it was."""
         if not self.sent:
             return ["the signal was never sent"]
         if came is None:
@@ -105,11 +105,11 @@ class Course:
 
     @property
     def seconds(self) -> float:
-        """Since the begin."""
+        """Seconds since the begin."""
         return time.monotonic() - self._begin
 
     def say(self, text: str) -> None:
-        """Something has happened."""
+        """Prints a line."""
         click.echo(f"[{self.seconds:5.1f} s] {text}")
 
     def step(self, step: int, loss: float, remark: str = "") -> None:
@@ -131,7 +131,7 @@ class Disturbed:
         self.steps: list[Step] = []
 
     def on_event(self, event: Event) -> None:
-        """Take one event in."""
+        """Takes one event in."""
         for line in self._story.tell(event):
             self._course.say(f"  {line.text}")
         if isinstance(event, MemberJoined) and len(self._story.job.members) == STAGES:
@@ -145,13 +145,13 @@ class Disturbed:
             self._stepped(event)
 
     def tick(self) -> None:
-        """Kill if it is time."""
+        """Kills if it is time."""
         for kill in self.kills:
             if kill.due is not None and not kill.sent and time.time() >= kill.due:
                 self._kill(kill)
 
     def _find_processes(self) -> None:
-        """Ask the running job for the processes of all members.
+        """Asks the running job for the processes of all members.
 
         They have just been started, so that it does not matter how long it takes: nobody trains yet.
         """
@@ -183,7 +183,7 @@ class Disturbed:
         self._course.say(f"  SIGKILL for {name}, owner of stage {kill.stage}, {where}")
 
     def _loss(self, kill: PlannedKill) -> LossDetail | None:
-        """What came of it."""
+        """The events' account of the loss that a kill has caused, if any."""
         losses = self._story.job.losses
         numbers = [loss.number for loss in losses.views if kill.member in {each.id for each in loss.members}]
         return losses.detail(numbers[0]) if kill.sent and numbers else None
@@ -222,7 +222,7 @@ def _environment(folder: Path) -> dict[str, str]:
 
 
 def _undisturbed(folder: Path, script: Path, steps: int, course: Course, check: Callable[[], None]) -> list[float]:
-    """Train as stock DeepSpeed; returns the losses."""
+    """Trains as stock DeepSpeed; returns the losses."""
     course.say(f"1/3  stock DeepSpeed: {STAGES} pipeline stages, nobody disturbs")
     config = folder / "ds_config.json"
     config.write_text(json.dumps(CONFIG, indent=2))
@@ -242,7 +242,7 @@ def _undisturbed(folder: Path, script: Path, steps: int, course: Course, check: 
 def _disturbed(
     folder: Path, script: Path, steps: int, course: Course, check: Callable[[], None], losses: list[float]
 ) -> list[Proof]:
-    """Train the same under ``bamboo run`` and kill; returns what happened."""
+    """Trains the same under ``bamboo run`` and kills; returns what happened."""
     course.say("2/3  the same script under `bamboo run`; two workers will be killed")
     config = folder / "ds_config.json"
     config.write_text(json.dumps({**CONFIG, "bamboo": {}}, indent=2))
@@ -268,7 +268,7 @@ def _arguments(folder: Path, config: Path, steps: int) -> list[str]:
 
 
 def _compared(stock: Path, bamboo: Path, steps: int) -> list[Proof]:
-    """What both runs left behind, bit for bit."""
+    """The comparison of both runs' results, bit for bit."""
     from .compare import compare_checkpoints, compare_losses  # loads torch
 
     rows = []

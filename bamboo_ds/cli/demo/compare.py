@@ -37,7 +37,7 @@ class Comparison:
         return self.values > 0 and not self.differences
 
     def add(self, name: str, expected: Any, found: Any) -> None:
-        """Compare one value; floats and tensors by their bits."""
+        """Compares one value; floats and tensors by their bits."""
         self.values += 1
         self.size += expected.nbytes if torch.is_tensor(expected) else 0
         if _bits(expected) != _bits(found):

@@ -73,7 +73,7 @@ class DemoJob:
         self._written.close()
 
     def start(self, argv: Sequence[str], env: Mapping[str, str], cwd: Path) -> None:
-        """Start a process; it ends with this one, however this one ends."""
+        """Starts a process; it ends with this one, however this one ends."""
         parent = os.getpid()
         process = subprocess.Popen(
             argv,
@@ -88,7 +88,7 @@ class DemoJob:
         self._processes.append(process)
 
     def stop(self) -> None:
-        """End all processes in order. What they exit with does not count."""
+        """Ends all processes in order. What they exit with does not count."""
         self._stopped = True
         self._end()
 
@@ -105,7 +105,7 @@ class DemoJob:
         return path
 
     def serve(self, tick: Callable[[], None]) -> None:
-        """Until all processes have ended well, calling ``tick`` every now and then.
+        """Serves until all processes have ended well, calling ``tick`` every now and then.
 
         Raises:
             LaunchError: a process failed, or nothing was heard of them for too long; with the end of their output.
@@ -123,7 +123,7 @@ class DemoJob:
             time.sleep(_TICK_S)
 
     def _read(self) -> None:
-        """Pass on what has been written."""
+        """Passes on what has been written."""
         data = self._written.read()
         *lines, self._rest = (self._rest + data).split(b"\n")
         for line in lines:

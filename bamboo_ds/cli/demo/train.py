@@ -81,7 +81,7 @@ def batches(size: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
 
 
 def main() -> None:
-    """Train; leave the losses and a checkpoint in ``--out``."""
+    """Trains; leaves the losses and a checkpoint in ``--out``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, default=4)

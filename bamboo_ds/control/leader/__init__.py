@@ -1,4 +1,4 @@
-"""What the agent does whose member holds the ``leader`` key. All but :mod:`.leader` is pure.
+"""The work of the agent whose member holds the ``leader`` key. All but :mod:`.leader` is pure.
 
 ===================  ====================================================================================
 :mod:`.leader`       contests the leadership, asks for the next action, brings it into etcd

@@ -1,4 +1,4 @@
-"""What a leader may do next."""
+"""The actions of a leader."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class WritePlan:
-    """Replace the plan that the view showed by ``plan``."""
+    """Replaces the plan that the view showed by ``plan``."""
 
     plan: Plan
     reason: str
@@ -47,7 +47,7 @@ class WritePlan:
 
 @dataclass(frozen=True)
 class StopJob:
-    """End the job on all members with exit code ``code``."""
+    """Ends the job on all members with exit code ``code``."""
 
     code: int
     reason: str
@@ -56,28 +56,28 @@ class StopJob:
 
 @dataclass(frozen=True)
 class Assign:
-    """Start workers: for every rank, on the slots that the record names."""
+    """Starts workers: for every rank, on the slots that the record names."""
 
     record: RestartRecord
 
 
 @dataclass(frozen=True)
 class StartDataWorkers:
-    """Start a worker that runs as each of ``ranks``, since nobody can draw the batches of these pipelines."""
+    """Starts a worker that runs as each of ``ranks``, since nobody can draw the batches of these pipelines."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True)
 class Complete:
-    """Complete the job's record, which was open, by the settings that its workers have told."""
+    """Completes the job's record, which was open, by the settings that its workers have told."""
 
     settings: BambooConfig
 
 
 @dataclass(frozen=True)
 class Ask:
-    """Ask the agents of members that are accused whether their workers live."""
+    """Asks the agents of members that are accused whether their workers live."""
 
     members: tuple[str, ...]
 

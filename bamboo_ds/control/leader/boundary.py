@@ -45,7 +45,7 @@ _OFTEN, _SHORTER = 0.2, 0.8
 
 
 def policy_of(layout: Layout, redundant: bool, settings: BambooConfig) -> Policy:
-    """What a job wants of the planner; ``redundant``: roles have replicas."""
+    """The planner's policy for a job; ``redundant``: roles have replicas."""
     topology = settings.topology
     # Who holds a stage can compute a part of it.
     divides = bool(layout.blocks)
@@ -65,7 +65,7 @@ def ready_copies(workers: Mapping[str, WorkerState], plan: Plan) -> dict[str, tu
 
 
 def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
-    """What to write next to come nearer to the planner's choice; ``None``: nothing, or not yet."""
+    """The next plan on the way to the planner's choice; ``None``: none, or not yet."""
     if plan.layout is None or any(view.finished(member) for member in plan.members):
         return None
     entered = (view.workers.get(member) for member in plan.members)
@@ -183,7 +183,7 @@ def _with_passes(memory: tuple[StageMemory, ...], states: Sequence[WorkerState])
 
 
 def _known_cuts(workers: Mapping[str, WorkerState], plan: Plan) -> tuple[tuple[int, ...] | None, ...]:
-    """Where stages may be divided: as their owners in all pipelines have told, once all have."""
+    """Places where stages may be divided, as their owners in all pipelines have reported, once all have."""
     layout = plan.world
     found = list(plan.cuts or (None,) * layout.stages)
     for stage in range(layout.stages):

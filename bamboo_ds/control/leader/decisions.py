@@ -1,4 +1,4 @@
-"""What the leader does next, as a pure function of what is in etcd and of the time.
+"""The leader's next action, as a pure function of etcd's contents and of the time.
 
 No I/O: :mod:`.leader` supplies a :class:`~.view.View` and carries the action out.
 """
@@ -132,7 +132,7 @@ class Decider:
         return all(getattr(calm, name) is getattr(view, name) for name in names)
 
     def _settle_layout(self, view: View, plan: Plan) -> Action | None:
-        """Give the roles their shadows once every engine has reported the same layout."""
+        """Gives the roles their shadows once every engine has reported the same layout."""
         reports = [view.reports[member] for member in plan.members if member in view.reports]
         for report in reports:
             if (report.layout, report.redundant) != (reports[0].layout, reports[0].redundant):
@@ -193,7 +193,7 @@ class Decider:
         return policy_of(plan.world, redundant, self._settings)
 
     def _feed(self, view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
-        """Have members draw the batches of ``ends``, which nobody in the plan does."""
+        """Has members draw the batches of ``ends``, which nobody in the plan does."""
         for at in ends:
             why = self._unable(view, at)
             if why is not None:
@@ -201,7 +201,7 @@ class Decider:
         return fed(view, plan, ends)
 
     def _unable(self, view: View, at: tuple[int, ...]) -> str | None:
-        """Why no worker that joins would come to where it draws the batches of ``at``; ``None``: one would."""
+        """The reason why no worker that joins would draw the batches of ``at``, or ``None``."""
         if every_rank(view):
             return (
                 "a worker that joins cannot replay what the script computes with an engine without a "
@@ -241,7 +241,7 @@ class Decider:
         return Loss(member, departure.reason, departure.detail, detection, noticed)
 
     def _judge(self, view: View, plan: Plan, now: float) -> Action:
-        """Weigh the accusations of the current epoch, the member that most others accuse first."""
+        """Weighs the accusations of the current epoch, the member that most others accuse first."""
         accusers: dict[str, list[str]] = {}
         living = set(plan.members) & set(view.members)
         current = [suspicion for suspicion in view.suspicions.values() if suspicion.epoch == plan.epoch]
@@ -296,7 +296,7 @@ class Decider:
         return self._take_over(view, plan, [Loss(loser, "suspects", winner, None, noticed)])
 
     def _let_go(self, view: View, plan: Plan, stuck: Mapping[str, str], now: float) -> Action | None:
-        """Go on without one of the members that cannot enter the plan's epoch, ``stuck`` by the reasons that they tell.
+        """Evicts one of the members that cannot enter the plan's epoch; ``stuck`` has the reasons that they tell.
 
         Only one at a time, since its end may free the others; first one whose stages members hold that are not stuck.
         And none whose stages nobody else holds: it may come after all, and gives up by itself if it does not.
@@ -315,7 +315,7 @@ class Decider:
         return self._take_over(view, plan, [Loss(member, "abort", stuck[member], None, noticed[member])])
 
     def _cost_in(self, view: View, plan: Plan) -> Callable[[str], tuple[int, int, int]]:
-        """What the loss of a member of ``plan`` costs, to compare: roles that nobody else holds; roles; else its slot.
+        """The cost of a member's loss, to compare: roles that no other member holds; roles; else its slot.
 
         Before the engines are built nobody holds anything for others.
         """
@@ -340,7 +340,7 @@ def _told_in(epoch: int, record: HealthRequest | HealthReply | None) -> bool:
 
 
 def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
-    """Admit a member whose script runs at one of ``ends``, at once: nobody comes to a boundary without its batches."""
+    """Admits a member whose script runs at one of ``ends``, at once: nobody comes to a boundary without its batches."""
     coming = [r for r in in_slot_order(view.members.values()) if comes(view, plan, r)]
     for ready in coming:
         if ready.id in view.reports and any(ready.script_rank in at for at in ends):
@@ -359,7 +359,7 @@ def fed(view: View, plan: Plan, ends: Sequence[tuple[int, ...]]) -> Action:
 
 
 def _told_memory(plan: Plan, layout: Layout, reports: Sequence[LayoutRecord]) -> tuple[StageMemory, ...]:
-    """What stages take, as the members whose scripts run as them have reported; empty if not all have."""
+    """Memory of the stages, as the members whose scripts run as them have reported; empty if not all have."""
     told: dict[int, list[StageMemory]] = {}
     for report in reports:
         if report.stage is not None:
@@ -383,7 +383,7 @@ def _stop_after(departure: LeftRecord, what: str) -> StopJob:
 
 
 def _stop_without(departure: LeftRecord, by: str, plan: Plan) -> StopJob:
-    """End a job in which ``by`` needs a member that has ended as if it had finished."""
+    """Ends a job in which ``by`` needs a member that has ended as if it had finished."""
     script_ranks = dict(zip(plan.members, plan.script_ranks, strict=True))
     told = f"has ended with exit code 0 (the newest step that it told: {departure.step})"
     return StopJob(

@@ -30,13 +30,13 @@ class _Due:
 
 
 class Deadlines:
-    """Since when members are near their deadlines, on this process's clock."""
+    """The deadlines of members that leave, on this process's clock."""
 
     def __init__(self) -> None:
         self._due: dict[str, _Due] = {}
 
     def note(self, notices: Mapping[str, NoticeRecord], now: float) -> None:
-        """Take over what is in etcd; ``now`` is monotonic seconds. A later deadline does not replace a nearer one."""
+        """Takes over what is in etcd; ``now`` is monotonic seconds. A later deadline does not replace a nearer one."""
         self._due = {member: due for member, due in self._due.items() if member in notices}
         for member, record in notices.items():
             known = self._due.get(member)
@@ -51,7 +51,7 @@ class Deadlines:
         return frozenset(member for member, due in self._due.items() if now >= due.near_at)
 
     def wake(self, now: float) -> float | None:
-        """When the next member becomes short of time."""
+        """The time at which the next member becomes short of time."""
         return min((due.near_at for due in self._due.values() if due.near_at > now), default=None)
 
 

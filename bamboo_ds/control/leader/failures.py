@@ -1,4 +1,4 @@
-"""When workers fail by themselves too often to be taken over (``bamboo.recovery.on_exception: "takeover"``). Pure.
+"""Workers that fail by themselves too often to be taken over (``bamboo.recovery.on_exception: "takeover"``). Pure.
 
 A fault of a node does not come back when another member does the same work; an error of the script does. So a job is
 given up when the same error comes again before the next step is done, or when too many workers fail meanwhile.
@@ -16,12 +16,12 @@ MOST_PER_STEP = 3
 
 
 def kind(error: str) -> str:
-    """What is compared of an error: the type of the exception or the exit code, without what differs by worker."""
+    """The comparable part of an error: the type of the exception, or the exit code."""
     return error.partition(":")[0]
 
 
 def hopeless(departures: Iterable[LeftRecord]) -> tuple[LeftRecord, str] | None:
-    """A failure that the job should end with, and why; ``None``: none is."""
+    """The failure that the job should end with, and why, or ``None``."""
     failures = [record for record in departures if record.outcome == "lost" and record.error is not None]
     per_step = Counter(record.step or 0 for record in failures)
     per_error = Counter((record.step or 0, kind(record.error or "")) for record in failures)

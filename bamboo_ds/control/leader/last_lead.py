@@ -1,4 +1,4 @@
-"""What a member that leads does once it is lost itself.
+"""The last plan of a leading member that has lost its worker.
 
 Without it another one would have to win the leadership, and to read all keys, before it could plan.
 """
@@ -13,7 +13,7 @@ from .leader import Leader
 
 
 def last_lead(leader: Leader, member: str, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
-    """Plan the loss of ``member``, whose record etcd has not any more, and of others until then; tell of the takeovers.
+    """Plans the loss of ``member``, whose record has left etcd, and of others until then; tells of the takeovers.
 
     Args:
         leader: of the member.

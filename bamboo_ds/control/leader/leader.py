@@ -120,7 +120,7 @@ class Leader:
         self._takeovers = Takeovers()
 
     def step(self, mirror: Mirror, lease: Lease, trusted_from: float) -> float | None:
-        """Contest, and act if leading. Returns the monotonic time at which to call again at the latest.
+        """Contests, and acts if leading. Returns the monotonic time at which to call again at the latest.
 
         Raises ``StoreUnavailable`` if etcd does not answer (call again), ``LeaseExpired`` if the member has
         to register anew first.
@@ -187,14 +187,14 @@ class Leader:
         return any(r.id in plan.members and r.state != "leaving" and not r.feeder for r in mirror.members.values())
 
     def abdicate(self) -> None:
-        """Give the leadership up, if this member has it."""
+        """Gives the leadership up, if this member has it."""
         now = Mirror(self._store.get_prefix(Keys.LEADER))
         if now.leader == self._member:
             logger.info("giving up the leadership: this member leaves")
             self._store.compare_and_delete(Keys.LEADER, now.revision(Keys.LEADER))
 
     def _tell_last(self, view: View) -> None:
-        """Say once that members which should leave cannot, since nobody would be left."""
+        """Says once that members which should leave cannot, since nobody would be left."""
         plan = view.plan
         if plan is None or any(view.finished(member) for member in plan.members):
             return
@@ -205,7 +205,7 @@ class Leader:
         self._told_last = stuck
 
     def _feed(self, rank: int, mirror: Mirror) -> float:
-        """Have a feeder started, unless one is on its way; returns when to look again."""
+        """Has a feeder started, unless one is on its way; returns when to look again."""
         now = self._clock()
         begun, slot = self._fed.get(rank, (-math.inf, None))
         if now >= begun + _FEEDER_S or any(departure.slot == slot for departure in mirror.left.values()):
@@ -219,7 +219,7 @@ class Leader:
         return max([self._world_size - 1, *(member.slot for member in mirror.members.values())]) + 1
 
     def _assign(self, record: RestartRecord, mirror: Mirror) -> None:
-        """Have the workers started again."""
+        """Has the workers started again."""
         first = self._new_slot(mirror)
         extra = {rank: claim_slot(self._store, first) for ranks in record.ranks.values() for rank in ranks[1:]}
         record = record.model_copy(update={"extra": extra})
@@ -243,14 +243,14 @@ class Leader:
             self._store.put(Keys.asked(member), HealthRequest(id=member, epoch=mirror.plan.epoch).to_json())
 
     def _complete(self, told: BambooConfig, mirror: Mirror) -> None:
-        """Complete the job's record, once; the watch tells all."""
+        """Completes the job's record, once; the watch tells all."""
         job = mirror.job
         assert job is not None
         complete = job.model_copy(update={"settings": job.settings.completed(told)})
         self._store.compare_and_swap(Keys.SPEC, mirror.revision(Keys.SPEC), complete.to_json())
 
     def _prune(self, mirror: Mirror) -> None:
-        """Once in an epoch, when everybody has entered it: each leader holds a copy of all keys."""
+        """Removes stale keys, once in an epoch that all members have entered: each leader holds a copy of all keys."""
         plan = mirror.plan
         if plan is None or plan.epoch == self._pruned or (keys := obsolete(mirror, plan)) is None:
             return
@@ -286,7 +286,7 @@ class Leader:
             logger.warning("lost the leadership: another leader wrote a plan before epoch %d", new_plan.epoch)
 
     def _recognise(self, mirror: Mirror) -> None:
-        """Find out what has become of attempts without answer."""
+        """Finds out what has become of attempts without answer."""
         for attempt in list(self._attempts):
             epoch, nonce = attempt.action.plan.epoch, attempt.action.plan.nonce
             if mirror.nonce(epoch) == nonce:
@@ -300,7 +300,7 @@ class Leader:
                 self._tell_stop(action, mirror)
 
     def _remove_lost(self, plan: Plan, mirror: Mirror) -> bool:
-        """Remove the records of members that ``plan`` has lost; whether there were any.
+        """Removes the records of members that ``plan`` has lost; returns whether there were any.
 
         One that was accused is registered all the time. Without its record it takes no part in an election and is not
         admitted again; a joiner learns by that what it may not have seen.
@@ -384,7 +384,7 @@ class Leader:
             self._emit(TakeoverPlanned, new.epoch, **{"role": each.role, "from": each.before, "to": each.after})
 
     def tell_takeovers(self, mirror: Mirror) -> bool:
-        """Tell of plans of which it was not known whether they are written, and of takeovers that are done.
+        """Tells of plans of which it was not known whether they are written, and of takeovers that are done.
 
         Returns:
             Whether other takeovers are under way.
@@ -436,7 +436,7 @@ def _earliest(*times: float | None) -> float | None:
 
 
 def _places(plan: Plan, mirror: Mirror) -> tuple[str, ...]:
-    """Where the workers of the members of ``plan`` are reached."""
+    """The addresses of the workers of the members of ``plan``."""
     known, before = mirror.known, mirror.plan
     places = {} if before is None else dict(zip(before.members, before.places, strict=False))
     return tuple(known[m].place if m in known else places.get(m, "") for m in plan.members)

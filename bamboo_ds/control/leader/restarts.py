@@ -1,4 +1,4 @@
-"""How a job starts again after a fatal loss, as the leader sees it. Pure.
+"""Restarts of a job after a fatal loss, as the leader sees them. Pure.
 
 Every worker ends, and every agent waits, registered but without a worker. The leader waits for those that are on their
 way back and for as many as the job needs, and says who starts which workers: one for every rank, several on a member
@@ -33,7 +33,7 @@ from .view import View
 
 @dataclass(frozen=True)
 class RestartLimits:
-    """How long a restart waits.
+    """The limits of a restart's waits.
 
     Attributes:
         return_s: seconds that members on their way back are waited for.
@@ -88,7 +88,7 @@ class Restarts:
         self._since: dict[tuple[str, int], float] = {}
 
     def next(self, view: View, plan: Plan, now: float) -> Assign | WritePlan | StopJob | Wait:
-        """What comes next after the fatal ``plan``; ``now`` is monotonic seconds."""
+        """The next step after the fatal ``plan``; ``now`` is monotonic seconds."""
         for key in [key for key in self._since if key[1] < plan.epoch]:
             del self._since[key]
         record = view.restart

@@ -26,13 +26,13 @@ class Handover:
 
 
 class Takeovers:
-    """Those under way. Another leader does not know of them."""
+    """The takeovers under way. Another leader does not know of them."""
 
     def __init__(self) -> None:
         self._under_way: dict[tuple[int, int], Handover] = {}
 
     def plan(self, old: Plan, new: Plan, since: float) -> list[Handover]:
-        """Take a plan that was written, and return what it changes."""
+        """Takes a plan that was written, and returns what it changes."""
         found = []
         for role in new.layout.roles if new.layout is not None else ():
             rank = new.layout.rank(role) if new.layout is not None else 0
@@ -49,7 +49,7 @@ class Takeovers:
         return bool(self._under_way)
 
     def done(self, workers: Mapping[str, WorkerState]) -> Iterator[Handover]:
-        """Those whose new owners have entered the plan, each once."""
+        """The takeovers whose new owners have entered the plan, each once."""
         for role, each in list(self._under_way.items()):
             state = workers.get(each.after)
             if state is not None and state.epoch >= each.epoch:

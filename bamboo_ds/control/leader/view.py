@@ -90,7 +90,7 @@ class View:
     def of(
         cls, mirror: Mirror, world_size: int, trusted_from: float = 0.0, near_deadline: frozenset[str] = frozenset()
     ) -> View:
-        """What ``mirror`` has."""
+        """The view of ``mirror``'s keys."""
         return cls(
             world_size=world_size,
             plan=mirror.plan,
@@ -112,7 +112,7 @@ class View:
         )
 
     def candidates(self, plan: Plan, leaving: Collection[str] = ()) -> dict[str, Candidate]:
-        """What planning functions are told of members, living or gone, by id.
+        """The planner's candidates, living or gone, by id.
 
         Args:
             plan: the newest one. It says which rank the script of a member runs as that it lists.

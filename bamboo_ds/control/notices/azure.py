@@ -58,7 +58,7 @@ class _Event(BaseModel):
         return machine.casefold() in (name.casefold() for name in self.resources)
 
     def notice(self, source: str, now: datetime) -> Notice:
-        """What it means to a machine that it names."""
+        """The notice for a machine that the event names."""
         kind: NoticeKind = "preempt" if self.type in _PREEMPTIONS else "maintenance"
         started = self.not_before is None or self.status == "Started"
         if started or self.not_before is None:
@@ -112,7 +112,7 @@ class AzureSource(NoticeSource):
         return min((notice for _, notice in mine), key=_urgency, default=None)
 
     async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """Let the event begin. Call it when nothing on this machine is worth sparing any more.
+        """Lets the event begin. Call it when nothing on this machine is worth sparing any more.
 
         An event that names other machines too is not acknowledged: it would begin for all of them.
         """

@@ -1,4 +1,4 @@
-"""From settings to sources."""
+"""Construction of the sources that the settings name."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class HookPayload(BaseModel):
-    """What a hook may say, as a JSON object; every key is optional and unknown ones are ignored.
+    """A hook's answer, a JSON object; every key is optional, and unknown ones are ignored.
 
     Attributes:
         kind: see :class:`~.notice.Notice`.

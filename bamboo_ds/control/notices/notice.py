@@ -1,4 +1,4 @@
-"""What a notice is, and the seam behind which the clouds differ."""
+"""Notices, and the seam behind which the clouds differ."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NoticeKind = Literal["preempt", "rebalance", "maintenance", "device", "leave"]
 
 @dataclass(frozen=True)
 class Notice:
-    """Something will happen to this node.
+    """An announcement of what will happen to this node.
 
     Attributes:
         kind: ``preempt`` (the cloud takes the node away), ``rebalance`` (it has become likely that it will),
@@ -39,7 +39,7 @@ class Notice:
 
 
 class NoticeSource(ABC):
-    """Something that can be asked for a notice. All calls are made on one event loop, one at a time.
+    """A source of notices. All calls are made on one event loop, one at a time.
 
     Attributes:
         name: unique among the sources of a watcher; what :attr:`Notice.source` says.
@@ -50,11 +50,11 @@ class NoticeSource(ABC):
     where: str
 
     def check(self) -> None:  # noqa: B027
-        """Raise :class:`ConfigError` if it cannot be asked on this host, as far as that is known before a question."""
+        """Raises :class:`ConfigError` if it cannot be asked on this host, as far as that is known before a question."""
 
     @abstractmethod
     async def poll(self, session: aiohttp.ClientSession) -> Notice | None:
-        """The most urgent notice that stands, every time again until it is withdrawn; ``None``: there is none.
+        """The most urgent notice that stands, every time again until it is withdrawn, or ``None``.
 
         May take its time: other sources do not wait for this one.
 
@@ -63,7 +63,7 @@ class NoticeSource(ABC):
         """
 
     async def acknowledge(self, session: aiohttp.ClientSession, notice: Notice) -> bool:
-        """Tell the source that this node has been left and need not be spared any longer.
+        """Tells the source that this node has been left and need not be spared any longer.
 
         Returns whether the source was told: false where it takes no such message, as most do.
 

@@ -30,7 +30,7 @@ _SETTING = '"bamboo.notices.sources" lists "nvml"'
 
 @dataclass(frozen=True)
 class DeviceFinding:
-    """Something that a device has told, once.
+    """A report of a device, once.
 
     Attributes:
         what: in words; tells findings of a device apart.
@@ -69,7 +69,7 @@ class NvmlSource(NoticeSource):
         self._told: dict[bool, Notice] = {}
 
     def check(self) -> None:
-        """Raise :class:`ConfigError` without the package, the driver or the device."""
+        """Raises :class:`ConfigError` without the package, the driver or the device."""
         nvml = _library()
         try:
             nvml.nvmlInit()
@@ -143,7 +143,7 @@ class _Device:
         }
 
     def look(self) -> Iterator[DeviceFinding]:
-        """What is new. A kind that the device, its driver or this user's rights do not have is not asked for again.
+        """The new findings. A kind that device, driver or this user's rights lack is not asked for again.
 
         Raises:
             SourceSilent: the library does not answer.
@@ -172,7 +172,7 @@ class _Device:
                     raise SourceSilent(f"NVML does not answer about {kind}: {error}") from error
 
     def _xids(self) -> Iterator[DeviceFinding]:
-        """Those since the first question, of which the driver keeps a queue for every event set."""
+        """The Xids since the first question, of which the driver keeps a queue for every event set."""
         nvml = self._nvml
         if self._events is None:
             events = nvml.nvmlEventSetCreate()

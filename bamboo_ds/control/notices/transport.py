@@ -112,7 +112,7 @@ async def request(
     json: Any = None,
     timeout_s: float = ANSWER_TIMEOUT_S,
 ) -> Answer:
-    """Make one request and read its answer, whatever its status; redirects are not followed.
+    """Makes one request and reads its answer, whatever its status; redirects are not followed.
 
     Raises:
         SourceSilent: no complete answer within ``timeout_s`` seconds.

@@ -51,7 +51,7 @@ class NoticeWatcher:
         self._stopping = asyncio.Event()
 
     def start(self) -> None:
-        """Start asking. Call it once, in a process that will not fork any more."""
+        """Starts asking. Call it once, in a process that will not fork any more."""
         if self._asking is not None:
             raise RuntimeError("the watcher has been started before")
         if self._sources:
@@ -59,7 +59,7 @@ class NoticeWatcher:
             self._asking.add_done_callback(_tell_failure)
 
     def acknowledge(self, notice: Notice, timeout_s: float = 2.0) -> bool:
-        """Tell the source of ``notice`` that this node has been left; from any thread but the loop's.
+        """Tells the source of ``notice`` that this node has been left; from any thread but the loop's.
 
         Call it when nobody on this node needs it any more: the cloud may take it at once. Returns whether
         the source was told, within ``timeout_s`` seconds; failures are logged.
@@ -75,7 +75,7 @@ class NoticeWatcher:
             return False
 
     def stop(self, timeout_s: float = 5.0) -> bool:
-        """Ask no more and close all connections; returns whether that took less than ``timeout_s`` seconds.
+        """Asks no more and closes all connections; returns whether that took less than ``timeout_s`` seconds.
 
         A file system or a resolver that hangs can delay it. Further calls are allowed, but none from the
         loop's thread.

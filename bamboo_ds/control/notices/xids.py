@@ -50,7 +50,7 @@ OF_APPLICATION: dict[int, str] = {
 
 
 def meaning(xid: int) -> str:
-    """What ``xid`` says, in words."""
+    """The meaning of ``xid``, in words."""
     if xid in OF_DEVICE:
         return f"Xid {xid} ({OF_DEVICE[xid]})"
     if xid in OF_APPLICATION:

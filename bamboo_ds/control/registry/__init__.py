@@ -1,4 +1,4 @@
-"""What a job keeps in etcd, under ``/bamboo/<job>/``.
+"""The contents of etcd of a job, under ``/bamboo/<job>/``.
 
 ==================  ===================================================================================
 :mod:`.keys`        the keys, and ids of members

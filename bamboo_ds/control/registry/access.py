@@ -1,4 +1,4 @@
-"""How the control plane's processes get at etcd: URLs as arguments, secrets through the environment."""
+"""Access of the control plane's processes to etcd: URLs as arguments, secrets through the environment."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def embedded_etcd(address: str, job: str, secret: JobSecret) -> EmbeddedEtcd:
 
 
 def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> None:
-    """Raise :class:`ConfigError` if ``entries`` of ``job`` say that this process has not the job's secret.
+    """Raises :class:`ConfigError` if ``entries`` of ``job`` say that this process has not the job's secret.
 
     One that is genuine proves that it has: others may be somebody else's.
     """
@@ -104,7 +104,7 @@ def check_secret(entries: Collection[KeyValue], job: str, secret: JobSecret) -> 
 
 
 def without_access(env: MutableMapping[str, str]) -> None:
-    """Remove from ``env`` what is for agents only: workers have no business with it."""
+    """Removes from ``env`` what is for agents only: workers have no business with it."""
     for name in (ENV_SECRET_FILE, ENV_STORE, ENV_AGENT, ENV_USER, ENV_PASSWORD, ENV_CA, ENV_CERT, ENV_KEY):
         env.pop(name, None)
 
@@ -113,7 +113,7 @@ def without_access(env: MutableMapping[str, str]) -> None:
 
 
 def put_once(store: Store, key: str, value: str, given: Mapping[str, int] | None = None) -> bool:
-    """Set ``key`` unless a genuine record is there, whose place no other one holds.
+    """Sets ``key`` unless a genuine record is there, whose place no other one holds.
 
     Args:
         given: see :meth:`~bamboo_ds.store.Store.compare_and_swap`.

@@ -16,7 +16,7 @@ _TIMEOUT_S = 10.0
 
 
 def claim(urls: str, job: str) -> None:
-    """Remove what a dead job of this name has left in etcd.
+    """Removes what a dead job of this name has left in etcd.
 
     Raises:
         LaunchError: a job of this name runs.
@@ -32,7 +32,7 @@ def claim(urls: str, job: str) -> None:
 
 
 def release(urls: str, job: str) -> None:
-    """Remove the job's keys, unless members go on with it. If etcd cannot be used they stay for :func:`claim`."""
+    """Removes the job's keys, unless members go on with it. If etcd cannot be used they stay for :func:`claim`."""
     try:
         with open_store(urls, job, _TIMEOUT_S) as store:
             if not store.get_prefix(Keys.MEMBERS).entries:

@@ -41,7 +41,7 @@ _KNOWN_NONCES = 64
 
 
 class _Version(BaseModel):
-    """What plans of all versions have."""
+    """The part that plans of all versions have."""
 
     number: int = Field(alias="schema")
 
@@ -76,7 +76,7 @@ class Mirror:
         self._note_plan()
 
     def apply(self, event: WatchEvent) -> None:
-        """Take one change over."""
+        """Applies one change."""
         self.changes += 1
         self._changed.setdefault(event.key[: event.key.find("/") + 1], {})[event.key] = None
         if event.kind == "put":
@@ -94,7 +94,7 @@ class Mirror:
             self._nonces.pop(plan.epoch - _KNOWN_NONCES, None)
 
     def nonce(self, epoch: int) -> str | None:
-        """That of the plan of ``epoch``, if this mirror has seen it."""
+        """The nonce of the plan of ``epoch``, if this mirror has seen it."""
         return self._nonces.get(epoch)
 
     @property
@@ -132,7 +132,7 @@ class Mirror:
 
     @property
     def job(self) -> JobRecord | None:
-        """What the job is, and its settings."""
+        """The job's record, with its settings."""
         return self.get(Keys.SPEC, JobRecord)
 
     @property
@@ -194,7 +194,7 @@ class Mirror:
 
     @property
     def workers(self) -> Mapping[str, WorkerState]:
-        """What the workers have last said of themselves, by member id."""
+        """The newest reports of workers of themselves, by member id."""
         return self._table(Keys.WORKERS, WorkerState)
 
     @property
@@ -235,7 +235,7 @@ class Mirror:
         return record if isinstance(record, kind) else None
 
     def _table(self, prefix: str, kind: type[R]) -> Mapping[str, R]:
-        """What counts of the keys under ``prefix``, one of :class:`Keys`, all of which are of ``kind``."""
+        """The valid records of ``kind`` under ``prefix``, one of :class:`Keys`."""
         before = self._tables.get(prefix)
         changed = self._changed.pop(prefix, None)
         if before is None or changed:

@@ -1,4 +1,4 @@
-"""What etcd tells of a job, for those who show it."""
+"""The overview of a job from etcd, for displays."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def gone(mirror: Mirror) -> list[MemberView]:
 
 
 def state_of(member: MemberRecord, plan: Plan | None, listed: bool) -> str:
-    """What a registered member does, in a word; ``listed``: ``plan`` lists it."""
+    """The state of a registered member, in a word; ``listed``: ``plan`` lists it."""
     if member.state != "running":
         return member.state
     if plan is None:
@@ -73,7 +73,7 @@ def state_of(member: MemberRecord, plan: Plan | None, listed: bool) -> str:
 
 
 def ending_of(left: LeftRecord) -> str:
-    """How a member went."""
+    """The way in which a member went."""
     if left.outcome == "finished":
         return left.outcome
     return f"left ({left.detail})" if left.outcome == "left" else f"{left.outcome} ({left.reason} {left.detail})"

@@ -1,4 +1,4 @@
-"""What the control plane keeps in etcd, by key in the namespace ``/bamboo/<job>/`` (:mod:`.keys`)."""
+"""The control plane's records in etcd, by key in the namespace ``/bamboo/<job>/`` (:mod:`.keys`)."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Record(BaseModel):
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Self:
-        """Parse :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
+        """Parses :meth:`to_json`'s output; raises ``pydantic.ValidationError`` for anything else."""
         return cls.model_validate_json(text)
 
 
@@ -52,7 +52,7 @@ class WorkerRecord(Record):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         raise NotImplementedError
 
 
@@ -243,7 +243,7 @@ class LayoutRecord(WorkerRecord):
             different batches.
         stage: what the stage takes that the member's script runs as.
         memory: bytes that the member may hold of roles; ``None``: what its device has for it.
-        device: that it computes on; ``None``: none that has memory of its own, so that it may hold any number.
+        device: that it computes on; ``None`` without memory of its own, so that it may hold any number.
         every_rank: the script has an engine without the block, which computes with all ranks or not at all, or goes on
             to change its stage between two steps.
         settings: what the worker goes by, where the job's record is open; see :mod:`bamboo_ds.job_settings`.
@@ -263,7 +263,7 @@ class LayoutRecord(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.report(self.id)
 
 
@@ -299,7 +299,7 @@ class WorkerState(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.worker(self.id)
 
 
@@ -317,7 +317,7 @@ class SuspicionRecord(WorkerRecord):
 
     @property
     def key(self) -> str:
-        """Where it is stored."""
+        """The key of the record in etcd."""
         return Keys.suspect(self.by)
 
 
@@ -365,7 +365,7 @@ class ProgressRecord(Record):
 
 
 def newest(progress: Iterable[ProgressRecord], saved: bool = False) -> ProgressRecord | None:
-    """That of the newest step; with ``saved`` of those that tell of a checkpoint."""
+    """The record of the newest step; with ``saved`` of those that tell of a checkpoint."""
     known = (record for record in progress if record.checkpoint is not None or not saved)
     return max(known, key=lambda record: record.step, default=None)
 

@@ -1,4 +1,4 @@
-"""What a member needs that comes to a job: a slot of its own, and the rank that its script runs as."""
+"""Vacancies for members that come to a job: a slot of their own, and the rank that the script runs as."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def choose_script_rank(plan: Plan, script_ranks: Iterable[int]) -> int:
 
 @dataclass(frozen=True)
 class Vacancy:
-    """What a member that joins gets; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
+    """The place of a member that joins; the names are those of :class:`~bamboo_ds.control.settings.AgentSettings`.
 
     It joins what is running, or waits for the start of a job that had a fatal loss, or was not started yet.
     """

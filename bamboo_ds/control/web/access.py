@@ -1,4 +1,4 @@
-"""Who may see a job's page: holders of a token that is derived from the job's secret."""
+"""Access to a job's page: for holders of a token that is derived from the job's secret."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class JobPage:
         self._shown_at = 0.0
 
     def follow(self, mirror: Mirror, lease: Lease) -> float | None:
-        """Serve if this member leads; returns the monotonic time at which to call again at the latest.
+        """Serves if this member leads; returns the monotonic time at which to call again at the latest.
 
         Raises:
             LeaseExpired: the member has to register anew.
@@ -85,7 +85,7 @@ class JobPage:
         return self._clock() + _RETRY_S
 
     def close(self, timeout_s: float) -> None:
-        """Serve no more; wait up to ``timeout_s`` seconds for that. Idempotent, and never fails."""
+        """Serves no more; waits up to ``timeout_s`` seconds for that. Idempotent, and never fails."""
         server, self._server = self._server, None
         opening, self._opening = self._opening, None
         self._try_at = self._seen = None
@@ -138,24 +138,24 @@ class JobPage:
         logger.info("serving the page of the job at %s; bamboo web --job %s has the token", url, job)
 
     def _url(self, server: WebServer) -> str:
-        """Where it listens; of all addresses that which other members know."""
+        """The URL at which it listens; of all addresses the one that other members know."""
         own = f"//[{self._settings.address}]:" if ":" in self._settings.address else f"//{self._settings.address}:"
         return server.url.replace("//0.0.0.0:", own).replace("//[::]:", own)
 
     def _announce(self, url: str, mirror: Mirror, lease: Lease) -> None:
-        """Let other commands find the page."""
+        """Lets other commands find the page."""
         record = WebRecord(id=self._member, url=url)
         if mirror.get(Keys.WEB, WebRecord) != record:
             self._store.put(Keys.WEB, record.to_json(), lease)
 
     def _warn(self, what: str) -> None:
-        """Say it once, until it has gone well."""
+        """Warns once, until it has gone well."""
         if what != self._told:
             logger.warning("%s", what)
         self._told = what
 
     def _change(self, what: str, member: str) -> None:
-        """Do what a user asks for, in a thread of the web server."""
+        """Does what a user asks for, in a thread of the web server."""
         if what == "stop":
             logger.warning("the job is to end: somebody has asked for it on the job's page")
             put_once(self._store, Keys.STOP, StopRecord(code=EXIT_STOPPED, reason="the job's page", by="").to_json())
@@ -169,7 +169,7 @@ class JobPage:
 def _serve(
     settings: AgentSettings, change: Callable[[str, str], None] | None, loop: AgentLoop, known: Overview
 ) -> WebServer:
-    """Serve the page, from what is ``known`` on, by a thread that may take its time to import what that needs.
+    """Serves the page, from what is ``known`` on, by a thread that may take its time to import what that needs.
 
     Raises:
         OSError: cannot listen at the address; the message names the setting.
@@ -193,6 +193,6 @@ def _serve(
 
 
 def _abandon(opening: Future[WebServer]) -> None:
-    """What was being opened is not wanted any more."""
+    """Abandons what was being opened."""
     if not opening.cancelled() and opening.exception() is None:
         opening.result().close(0.0)

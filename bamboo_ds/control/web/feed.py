@@ -1,4 +1,4 @@
-"""What the web server tells of a job: its file of events, followed, and what etcd tells beside it."""
+"""The web server's sources on a job: its file of events, followed, and the overview from etcd."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Feed:
 
     Args:
         job: its name.
-        events: its file of events, which is read from its beginning; ``None``: there is none here.
+        events: its file of events, which is read from its beginning, or ``None``.
 
     Attributes:
         version: grows when the view changes.
@@ -57,11 +57,11 @@ class Feed:
         self.members = 0
 
     def know(self, overview: Overview) -> None:
-        """Take what etcd tells; does not block."""
+        """Takes what etcd tells; does not block."""
         self._overview = overview
 
     def refresh(self, enough: Callable[[], bool] = lambda: False) -> None:
-        """Read what is new. A file of a long job takes a while; what is known of it meanwhile can be seen.
+        """Reads what is new. A file of a long job takes a while; what is known of it meanwhile can be seen.
 
         Args:
             enough: whether to return early; what remains is left for the next call.
@@ -76,7 +76,7 @@ class Feed:
             self._reader.release()
 
     def _read(self) -> bool:
-        """Fold a chunk; whether there may be more."""
+        """Folds a chunk; returns whether there may be more."""
         found = []
         if self._tail is not None:
             try:

@@ -93,7 +93,7 @@ class WebServer:
         self._serving = loop.run(self._serve())
 
     def close(self, timeout_s: float) -> bool:
-        """End; whether that was done within ``timeout_s`` seconds. Idempotent."""
+        """Ends; whether that was done within ``timeout_s`` seconds. Idempotent."""
         self._loop.call(self._end.set)
         done, _ = futures.wait([self._serving], timeout_s)
         return bool(done) and self._loop.join(timeout_s)
@@ -117,7 +117,7 @@ class WebServer:
             await asyncio.wait([ticker])
 
     async def _tick(self) -> None:
-        """Look for what is new, and wake the streams, also where it was another one's look that has found it."""
+        """Looks for news and wakes the streams, also if another look has found the news."""
         told = 0
         while True:
             try:
@@ -144,7 +144,7 @@ class WebServer:
             return self._error(500, "the server has failed; its agent's log says how")
 
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Let in who may come in, and find what the request is for."""
+        """Lets in who may come in, and finds what the request is for."""
         reads = request.method in ("GET", "HEAD")
         if request.path not in _OPEN:
             if not self._access.admits(request.headers, request.cookies):
@@ -297,5 +297,5 @@ class WebServer:
 
 
 def _last(request: web.BaseRequest) -> str:
-    """What the last part of a path names."""
+    """The name in the last part of a path."""
     return request.path.rpartition("/")[2]

@@ -69,13 +69,13 @@ class _Recovery:
 
     @property
     def begin(self) -> float:
-        """When this member was without another one first, as far as it can tell."""
+        """The time at which this member was first without another one, as far as it can tell."""
         begin = self.end - self.told.redo_seconds - self.told.pause_seconds - (self.told.detection_seconds or 0.0)
         # Its pause may have begun before the leader was sure of the loss.
         return begin if self.fault is None else max(begin, self.fault)
 
     def label(self) -> None:
-        """Split the time from the loss to the end of the interrupted operation.
+        """Splits the time from the loss to the end of the interrupted operation.
 
         Before the loss the member cannot have worked longer than an ordinary step takes. What the step took beyond
         that was waiting until the loss was noticed; beyond an ordinary step's work all was redone.
@@ -130,7 +130,7 @@ class Accountant:
         self._open: list[_Recovery] = []  # since the last step
 
     def add(self, event: ev.Event) -> None:
-        """Take the next event of the file."""
+        """Takes the next event of the file."""
         at = event.time.timestamp()
         self._origin = at if self._origin is None else self._origin
         now = at - self._origin
@@ -205,7 +205,7 @@ class Accountant:
                 self._lost.append(life)
 
     def _first_fault(self) -> float | None:
-        """Since the last step."""
+        """The time of the first fault since the last step."""
         return min((life.end for life in self._lost), default=None)
 
     def _plan(self, plan: ev.PlanWritten, now: float) -> None:
@@ -218,13 +218,13 @@ class Accountant:
         self._started = None
 
     def _enter(self, epoch: int, now: float) -> None:
-        """Since ``now`` members compute by the plan of ``epoch``, if it is a later one."""
+        """Makes members compute by the plan of ``epoch`` from ``now`` on, if it is a later one."""
         if epoch > self._entered[0] and epoch in self._plans:
             self._idle(now)
             self._entered = epoch, now
 
     def _idle(self, now: float) -> None:
-        """Label the members that the current plan gives nothing to compute of their own."""
+        """Labels the members that the current plan gives nothing to compute of their own."""
         epoch, since = self._entered
         plan = self._plans.get(epoch)
         if plan is None:
@@ -346,7 +346,7 @@ class Accountant:
     # -- settling ----------------------------------------------------------------------------------------------------
 
     def _settle(self, until: float) -> None:
-        """Add up what is before ``until``, between two steps, and forget it."""
+        """Adds up what is before ``until``, between two steps, and forgets it."""
         with self._labelled(until, over=False):
             started = [life for life in self._lives if life.started(until) or life.end <= until]
             sums = spent(divided(started, until))
@@ -378,14 +378,14 @@ class Accountant:
 
     @property
     def last_step(self) -> float:
-        """When the newest step ended, in seconds since the first event; ``-inf``: there is none.
+        """The end of the newest step, in seconds since the first event; ``-inf`` before the first step.
 
         Until then nothing is open but what a restart, or a finished copy, may change.
         """
         return self._steps[-1].end if self._steps else -inf
 
     def snapshot(self, until: float = inf) -> Accounted:
-        """What the members' time was spent on until the newest event, or until :attr:`last_step`."""
+        """The account of the members' time until the newest event, or until :attr:`last_step`."""
         with self._labelled(until):
             return self._added(divided(self._lives, until), until)
 
@@ -428,7 +428,7 @@ def _key(event: ev.Step | ev.CheckpointSaved) -> int:
 
 
 def account(events: Iterable[ev.Event]) -> GoodputReport:
-    """Account for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
+    """Accounts for every second of every member of the job, or of jobs one after the other, that ``events`` tell of."""
     accountant = Accountant(settles=False)
     for event in events:
         accountant.add(event)

@@ -1,4 +1,4 @@
-"""What members' time was spent on: the sums that :mod:`.goodput` makes, as commands, page and metrics tell them."""
+"""The use of members' time: the sums that :mod:`.goodput` makes, as commands, page and metrics tell them."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from math import inf
 
 
 class Category(str, Enum):
-    """What a member's time was spent on; ``docs/reference/goodput.md`` defines each."""
+    """The uses of a member's time; ``docs/reference/goodput.md`` defines each."""
 
     PRODUCTIVE = "productive"
     REDONE = "redone"
@@ -38,7 +38,7 @@ class Category(str, Enum):
 
 
 class Rank(IntEnum):
-    """Which of two labels holds where they overlap: the greater one, among equals the later one."""
+    """The rank of a label: of two that overlap the greater one holds, among equals the later one."""
 
     START = 0
     GAP = 1
@@ -83,31 +83,31 @@ class Life:
         self.since = self.begin
 
     def label(self, begin: float, end: float, rank: Rank, category: Category) -> None:
-        """Claim ``[begin, end)``; without effect if that is empty."""
+        """Claims ``[begin, end)``; without effect if that is empty."""
         self._labels.append((begin, end, rank, category))
 
     def refine(self, begin: float, end: float, old: Category, new: Category) -> None:
-        """Claim for ``new`` what labels so far claim for ``old`` in ``[begin, end)``."""
+        """Claims for ``new`` what labels so far claim for ``old`` in ``[begin, end)``."""
         for first, last, rank, category in list(self._labels):
             if category is old:
                 self.label(max(first, begin), min(last, end), rank, new)
 
     def close(self, end: float) -> None:
-        """End the life, if it goes on."""
+        """Ends the life, if it goes on."""
         if self.end == inf:
             self.end = max(self.since, end)
 
     def told(self, until: float) -> tuple[object, ...]:
-        """What :meth:`cut` is made of: equal for lives that are cut equally."""
+        """The input of :meth:`cut`: equal for lives that are cut equally."""
         labels = [label for label in self._labels if label[0] < until]
         return self.since == self.begin, self.since, self.end, self.dropped, *labels
 
     def mark(self) -> tuple[float, int]:
-        """What :meth:`rewind` goes back to."""
+        """The state that :meth:`rewind` goes back to."""
         return self.end, len(self._labels)
 
     def rewind(self, mark: tuple[float, int]) -> None:
-        """Forget what was said of the life since :meth:`mark`."""
+        """Forgets what was said of the life since :meth:`mark`."""
         self.end = mark[0]
         del self._labels[mark[1] :]
 
@@ -118,7 +118,7 @@ class Life:
         )
 
     def settle(self, until: float) -> None:
-        """Forget what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
+        """Forgets what is before ``until``: it is accounted for, and later labels do not reach back beyond it."""
         self.since = max(self.since, min(until, self.end))
         self._labels = [label for label in self._labels if label[1] > self.since]
 
@@ -159,7 +159,7 @@ class Life:
 
 
 def divided(lives: Iterable[Life], until: float = inf) -> list[tuple[list[Life], list[Interval]]]:
-    """What is not settled of the lives: of such with equal labels together, the intervals of each.
+    """The unsettled part of the lives: of those with equal labels together, the intervals of each.
 
     Most members do the same: each such group is cut once.
     """

@@ -1,4 +1,4 @@
-"""What an account has added up and forgotten of a job that goes on."""
+"""The sums of an account that has forgotten older steps of a job that goes on."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Settled:
         self._stretches: deque[SettledSteps] = deque(maxlen=_STRETCHES)
 
     def add(self, categories: Mapping[Category, float]) -> None:
-        """Add member-seconds."""
+        """Adds member-seconds."""
         for category, seconds in categories.items():
             self.categories[category] += seconds
 
@@ -56,12 +56,12 @@ class Settled:
             self.span = min(self.span[0], life.begin), max(self.span[1], life.end)
 
     def move(self, seconds: float, before: Category, after: Category) -> None:
-        """What was taken for ``before`` is ``after``."""
+        """Moves time from category ``before`` to ``after``."""
         self.categories[before] -= seconds
         self.categories[after] += seconds
 
     def note(self, stretch: SettledSteps) -> None:
-        """Count steps, later ones than those before."""
+        """Counts steps, later ones than those before."""
         self.steps += stretch.count
         self._stretches.append(stretch)
 

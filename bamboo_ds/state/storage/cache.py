@@ -52,7 +52,7 @@ class Cache:
 
     @property
     def root(self) -> Path:
-        """Where all are, of all jobs of this user."""
+        """The folder of the caches of all jobs of this user."""
         return (self._place or Path(tempfile.gettempdir())) / f"{_FOLDER}-{os.getuid()}"
 
     def fetch(self, objects: Objects, name: str, manifest: Manifest) -> Path:
@@ -112,7 +112,7 @@ class Cache:
             self.root.rmdir()
 
     def _use(self, home: Path) -> int:
-        """Lock ``home``, which is made if need be, against its removal; returns the descriptor."""
+        """Locks ``home``, which is made if need be, against its removal; returns the descriptor."""
         while True:
             self._make_root()
             try:
@@ -136,14 +136,14 @@ class Cache:
             raise CheckpointError(f"{self.root} is not this user's alone: remove it, or name another folder by TMPDIR")
 
     def _remove_unused(self) -> None:
-        """Remove what killed processes have left."""
+        """Removes what killed processes have left."""
         for home in self.root.iterdir():
             if home not in self._used:
                 _remove_if_unused(home)
 
 
 def fetch_files(objects: Objects, name: str, manifest: Manifest, target: Path) -> None:
-    """Fetch a checkpoint into the folder ``target``; files that are there already and right are kept.
+    """Fetches a checkpoint into the folder ``target``; files that are there already and right are kept.
 
     Raises:
         CheckpointError: some file differs from ``manifest``.

@@ -79,12 +79,12 @@ class Objects:
     # -- small objects ------------------------------------------------------------------------------------
 
     def put(self, name: str, data: bytes) -> None:
-        """Write an object, whole at once."""
+        """Writes an object, whole at once."""
         with self.asking(name):
             self._fs.pipe_file(self._path(name), data)
 
     def get(self, name: str) -> bytes:
-        """Read an object."""
+        """Reads an object."""
         with self.asking(name):
             return bytes(self._fs.cat_file(self._path(name)))
 
@@ -108,7 +108,7 @@ class Objects:
         return {path[len(top) + 1 :]: _stored(info) for path, info in found.items() if len(path) > len(top)}
 
     def delete(self, names: Iterable[str]) -> None:
-        """Remove objects, those that are not there any more included."""
+        """Removes objects, those that are not there any more included."""
         paths = [self._path(name) for name in names]
         if paths:
             with self.asking():
@@ -127,7 +127,7 @@ class Objects:
     # -- large ones ---------------------------------------------------------------------------------------
 
     def upload(self, name: str, moved: Callable[[], None]) -> Upload:
-        """Begin to write an object in parts; ``moved`` is called after each write."""
+        """Begins to write an object in parts; ``moved`` is called after each write."""
         with self.asking(name):
             file = self._fs.open(self._path(name), "wb", block_size=BLOCK)
         return Upload(self, name, file, moved)
@@ -145,7 +145,7 @@ class Objects:
                 yield chunk
 
     def abort_uploads(self, prefix: str, abandoned: Callable[[str], bool]) -> int:
-        """Abort uploads that others have begun and not ended, where the store keeps their parts for ever (S3).
+        """Aborts uploads that others have begun and not ended, where the store keeps their parts for ever (S3).
 
         Other stores drop them by themselves, within a week.
 
@@ -176,7 +176,7 @@ class Objects:
     # -- at the start -------------------------------------------------------------------------------------
 
     def probe(self) -> None:
-        """Write, list, read and remove an object; raises :class:`StorageError` with the cure."""
+        """Writes, lists, reads and removes an object; raises :class:`StorageError` with the cure."""
         name = PROBE + secrets.token_hex(8)
         try:
             self.put(name, b"bamboo")
@@ -204,14 +204,14 @@ class Upload:
         self._objects, self._file, self._moved = objects, file, moved
 
     def write(self, data: memoryview) -> int:
-        """Append; sends what is enough for a part."""
+        """Appends; sends what is enough for a part."""
         with self._objects.asking(self.name):
             self._file.write(data)
         self._moved()
         return len(data)
 
     def commit(self) -> None:
-        """Send the rest."""
+        """Sends the rest."""
         try:
             with self._objects.asking(self.name):
                 self._file.close()
@@ -220,7 +220,7 @@ class Upload:
             raise
 
     def discard(self) -> None:
-        """Abort the upload, or remove what a store without uploads has got."""
+        """Aborts the upload, or removes what a store without uploads has got."""
         from fsspec.spec import AbstractBufferedFile
 
         try:
@@ -242,7 +242,7 @@ def check_stores(stores: Mapping[str, str], start: bool) -> None:
 
 
 def check_storage(url: str, setting: str, start: bool) -> None:
-    """Look whether checkpoints can be kept at ``url``.
+    """Looks whether checkpoints can be kept at ``url``.
 
     Args:
         setting: that names it.

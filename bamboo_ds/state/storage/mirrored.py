@@ -43,7 +43,7 @@ class Doubled:
         self._upload, self._local = upload, local
 
     def write(self, data: memoryview) -> int:
-        """Append to both."""
+        """Appends to both files."""
         count = self._upload.write(data)
         if self._local is not None:
             rest = data[:count]
@@ -61,7 +61,7 @@ class Doubled:
         self._local = None
 
     def commit(self) -> None:
-        """Keep both."""
+        """Keeps both files."""
         self._upload.commit()
         if self._local is not None:
             try:
@@ -70,7 +70,7 @@ class Doubled:
                 self._drop(error)
 
     def discard(self) -> None:
-        """Drop both."""
+        """Drops both files."""
         self._upload.discard()
         if self._local is not None:
             self._local.discard()
@@ -137,7 +137,7 @@ class MirroredFolder:
     # -- a save, on the member that leads -----------------------------------------------------------------
 
     def check(self, known: KnownFolder | None) -> None:
-        """Make the folder."""
+        """Makes the folder."""
         with self._here(f"{self.folder.path} cannot be made"):
             self.folder.path.mkdir(parents=True, exist_ok=True)
 
@@ -149,7 +149,7 @@ class MirroredFolder:
         self.store.clean(job, keep, lineage)
 
     def open(self, record: SaveRecord) -> None:
-        """Here first: members that see it in the mirror look for it here."""
+        """Opens the folder first: members that see the save in the mirror look for it here."""
         with self._here(f"{record.tag} is not written"):
             self.folder.open(record)
         self.store.open(record)
@@ -241,11 +241,11 @@ class MirroredFolder:
         self.store.remove(info, job)
 
     def checkpoints(self) -> list[CheckpointInfo]:
-        """Those of the mirror."""
+        """The checkpoints of the mirror."""
         return self.store.checkpoints()
 
     def whole(self, info: CheckpointInfo) -> bool:
-        """Bring it: whoever goes on from it needs it anyway."""
+        """Brings the checkpoint, which the next start needs anyway."""
         try:
             bring(self.folder.path, self.store, self.manifest(info.path), str(info.path))
         except (OSError, CheckpointError) as error:

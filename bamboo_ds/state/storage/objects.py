@@ -101,11 +101,11 @@ class ObjectStore:
         return self.objects.size(f"{entry_of(record)}/{SAVE}") is not None
 
     def is_given_up(self, record: SaveRecord) -> bool:
-        """As above."""
+        """Whether the save was given up."""
         return self.objects.size(_given_up(record)) is not None
 
     def create(self, record: SaveRecord, name: str) -> Upload:
-        """Begin an upload."""
+        """Begins an upload."""
         self._check_open(record)
         sent, told, entry = 0, time.monotonic(), entry_of(record)
 
@@ -176,7 +176,7 @@ class ObjectStore:
         return record.origin == origin and record.generation > generation
 
     def open(self, record: SaveRecord) -> None:
-        """Write the object that says so."""
+        """Writes the object that says so."""
         self.objects.put(f"{entry_of(record)}/{SAVE}", record.to_json().encode())
 
     def written(self, record: SaveRecord) -> Mapping[str, object]:
@@ -202,7 +202,7 @@ class ObjectStore:
         """Nothing: here the manifest makes the checkpoint complete."""
 
     def publish(self, record: SaveRecord, manifest: Manifest) -> str:
-        """Write the manifest, unless a member that led before has."""
+        """Writes the manifest, unless a member that led before has."""
         entry = entry_of(record)
         if self.objects.size(f"{entry}/{MANIFEST}") is None:
             self.note(record, MANIFEST, manifest.to_json())
@@ -219,7 +219,7 @@ class ObjectStore:
         return None if self.objects.size(f"{entry}/{MANIFEST}") is None else f"{self.location}/{entry}"
 
     def discard(self, record: SaveRecord) -> None:
-        """Remove its objects, unless another member has completed it."""
+        """Removes its objects, unless another member has completed it."""
         entry = entry_of(record)
         files = self.objects.find(entry)
         if MANIFEST not in files:
@@ -231,11 +231,11 @@ class ObjectStore:
         self.objects.delete(f"{entry}/{name}" for name in files if name not in (MANIFEST, SAVE))
 
     def give_up(self, record: SaveRecord) -> None:
-        """Write the object that says so."""
+        """Writes the object that says so."""
         self.objects.put(_given_up(record), b"")
 
     def forget(self, record: SaveRecord) -> None:
-        """Remove it."""
+        """Removes the mark of a save that was given up."""
         self.objects.delete([_given_up(record)])
 
     # -- checkpoints --------------------------------------------------------------------------------------
@@ -245,7 +245,7 @@ class ObjectStore:
         return None
 
     def manifest(self, checkpoint: Path | str) -> Manifest:
-        """Read the manifest of a checkpoint."""
+        """Reads the manifest of a checkpoint."""
         where = str(checkpoint)
         try:
             return parse_manifest(self.objects.get(f"{where.rpartition('/')[2]}/{MANIFEST}"), where)
@@ -253,7 +253,7 @@ class ObjectStore:
             raise CheckpointError(f"{where} has no {MANIFEST} that can be read: {error}") from error
 
     def point_latest(self, record: SaveRecord) -> None:
-        """Let ``latest`` name the checkpoint, unless it names a newer one of its job."""
+        """Lets ``latest`` name the checkpoint, unless it names a newer one of its job."""
         entry, named = entry_of(record), self.latest()
         if named is not None:
             with suppress(CheckpointError):  # what it names is gone
@@ -270,14 +270,14 @@ class ObjectStore:
             return None
 
     def prune(self, job: str, keep: int, newest: Path | str) -> None:
-        """As :func:`..publish.prune`."""
+        """Does as :func:`..publish.prune`."""
         own = [i for i in self.checkpoints() if i.status is Status.COMPLETE and i.job == job]
         for info in own[: max(0, len(own) - max(1, keep))]:
             if info.path != newest and not info.latest:
                 self.remove(info, job)
 
     def remove(self, info: CheckpointInfo, job: str) -> None:
-        """Delete the objects; no other checkpoint ever has its name."""
+        """Deletes the objects; no other checkpoint ever has its name."""
         entry = str(info.path).rpartition("/")[2]
         self._delete(entry, self.objects.find(entry))
 
@@ -289,7 +289,7 @@ class ObjectStore:
         return sorted(infos, key=lambda i: (i.status is Status.UNFINISHED, i.serial, i.step or 0, i.tag))
 
     def below(self, name: str) -> ObjectStore:
-        """What is below a name here."""
+        """The store of the objects below a name."""
         return ObjectStore(f"{self.location}/{name}", self.cache)
 
     def own_jobs(self) -> list[str]:
@@ -298,7 +298,7 @@ class ObjectStore:
         return sorted({f"{OWN}/{parts[0]}" for parts in found if len(parts) > 1})
 
     def whole(self, info: CheckpointInfo) -> bool:
-        """Fetch it: whoever goes on from it needs it anyway."""
+        """Fetches the checkpoint, which the next start needs anyway."""
         try:
             self.fetch(str(info.path))
         except (OSError, CheckpointError) as error:
@@ -358,7 +358,7 @@ class ObjectStore:
     # -- lineages -----------------------------------------------------------------------------------------
 
     def supersede(self, lineage: Lineage) -> None:
-        """Write the marks that are not there yet."""
+        """Writes the marks that are not there yet."""
         origin, generation = lineage
         for number in range(generation if origin else 0):
             mark = mark_of(origin, number)
@@ -387,7 +387,7 @@ _TOLD = ("tag", "job", "step", "serial", "layout", "time", "consumed", "origin")
 
 
 def entry_of(record: SaveRecord) -> str:
-    """What a save, and its checkpoint, is called in a store."""
+    """The name of a save, and of its checkpoint, in a store."""
     return SEPARATOR.join((record.job, record.save_id, _UNUSUAL.sub("_", record.tag)[:80]))
 
 
@@ -400,7 +400,7 @@ def _given_up(record: SaveRecord) -> str:
 
 
 def _problems(manifest: Manifest, files: Found) -> list[Problem]:
-    """What differs from the manifest, by names and sizes."""
+    """The differences from the manifest, by names and sizes."""
     problems = []
     for name, expected in sorted(manifest.files.items()):
         if name not in files:

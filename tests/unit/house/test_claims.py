@@ -27,7 +27,7 @@ def exists(name: str) -> bool:
 
 
 def test_markers_name_pages_and_every_guide_has_a_test() -> None:
-    named = set(claims())
+    named = claims()
     missing = sorted(claim for claim in named if not page_of(claim).is_file())
     assert not missing, f"markers of tests name no page: {', '.join(missing)}"
     guides = {f"guides/{page.name}" for page in (ROOT / "docs" / "guides").glob("*.md")}

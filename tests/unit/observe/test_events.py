@@ -9,6 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, get_args
 
+import jsonschema  # moto[server] brings it
 import pytest
 from pydantic import ValidationError
 
@@ -16,7 +17,7 @@ from bamboo_ds.errors import ConfigError, ProtocolError
 from bamboo_ds.observe import events, logs
 from bamboo_ds.observe.events import EventWriter, parse_event, read_events
 from bamboo_ds.observe.tail import EventTail
-from tests.support.docs import schema_markdown
+from tests.support.docs import events_schema
 
 pytestmark = pytest.mark.claim("concepts.md", "reference/cli.md", "reference/events.md")
 
@@ -168,18 +169,19 @@ def test_without_a_path_nothing_is_written() -> None:
     writer.close()
 
 
-def test_every_event_is_documented_with_every_field() -> None:
-    text = schema_markdown()
-    common, *rest = text.split("### `")
-    sections = {section.partition("`")[0]: section for section in rest}
+def test_the_schema_describes_every_field_and_accepts_what_is_written() -> None:
+    schema = json.loads(events_schema())
     for model in get_args(events.Event):
-        section = sections[model.model_fields["event"].default]
         for name, info in model.model_fields.items():
             assert info.description or name == "event", f"{model.__name__}.{name} is not documented"
-            line = rf"^- .*`{info.alias or name}`"
-            assert re.search(line, common if name in events.EventBase.model_fields else section, re.MULTILINE), name
-    assert "- `from` (string): " in text and text.count("- `role` ([int,int]): the role, [pipeline, stage]\n") == 1
-    assert "(float?)" in text and "(exit, signal, heartbeat, hang)" in text
+    described = jsonschema.Draft202012Validator(schema)
+    diverged = events.Step(**COMMON, step=7, loss=float("nan"), seconds=0.1, frc_done=0, frc_total=0)
+    for event in [*SAMPLES, diverged]:
+        described.validate(json.loads(event.to_json()))
+    fields = json.loads(SAMPLES[0].to_json())
+    for wrong in [{**fields, "further": 1}, {**fields, "members": "4"}, {**fields, "event": "unknown"}]:
+        assert not described.is_valid(wrong)
+    assert not described.is_valid({name: value for name, value in fields.items() if name != "job"})
 
 
 def test_log_lines_carry_member_role_and_epoch(
