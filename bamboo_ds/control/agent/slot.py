@@ -30,6 +30,8 @@ _FATAL_GRACE_S = 75.0
 #: Exit codes of workers that end by what their host or its device has done.
 _OF_HOST = (EXIT_DEVICE, EXIT_CORRUPT)
 _OWN_EXITS = {EXIT_EVICTED: Exit.EVICTED, EXIT_LEFT: Exit.EVICTED, EXIT_FATAL_LOSS: Exit.FATAL}
+#: Exit codes of the outcomes that have one of their own.
+_CODES = {"left": 0, "evicted": 0, "fatal": EXIT_FATAL_LOSS}
 #: Workers that were told to end, for which an exit code of 0 is no sign of success.
 _ASKED = (State.EVICTED, State.STOPPED, State.BROKEN)
 #: The job goes on without the member.
@@ -225,11 +227,8 @@ class Slot:
         elif outcome == "stopped" and self.stop is not None:
             code = self.stop.code
         elif outcome == "left":
-            detail, code = self._reason or "others do its work", 0
-        elif outcome == "fatal":
-            code = EXIT_FATAL_LOSS
-        elif outcome == "evicted":
-            code = 0
+            detail = self._reason or "others do its work"
+        code = _CODES.get(outcome, code)
         if outcome == "failed" and settings.joins:
             outcome = "lost"  # it costs the job only this attempt
         restarts = settings.bamboo.recovery.max_restarts and not settings.feeder
