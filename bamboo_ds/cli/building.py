@@ -105,7 +105,7 @@ def _stand_in(end: Callable[[Built], NoReturn]) -> None:
     original: Any = deepspeed.comm.comm.init_distributed
     original = getattr(original, "__wrapped__", original)  # without what makes a worker of this process
     begin_groups = dist.init_process_group
-    attachment.publish(attachment.Attachment(timedelta(seconds=_WAIT_S), lambda reason: None))
+    attachment.publish(attachment.Attachment(timedelta(seconds=_WAIT_S)))
     backend.register()
 
     def init_process_group(*_: Any, **__: Any) -> None:

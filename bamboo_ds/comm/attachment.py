@@ -116,7 +116,6 @@ class Attachment:
 
     Args:
         timeout: default timeout of operations.
-        abort: ends the current epoch for the whole process, for a reason.
 
     Attributes:
         epoch: the newest that is, or is being, attached; ``None`` before the first.
@@ -130,8 +129,8 @@ class Attachment:
         torch_store: what torch.distributed's groups use as their store.
     """
 
-    def __init__(self, timeout: timedelta, abort: Callable[[str], None]) -> None:
-        self.timeout, self.abort = timeout, abort
+    def __init__(self, timeout: timedelta) -> None:
+        self.timeout = timeout
         self.epoch: Epoch | None = None
         self.reason = "no epoch is attached yet"
         self.detached = True

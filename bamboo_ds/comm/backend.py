@@ -189,7 +189,9 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     def abort(self) -> None:
         """End the current epoch for the whole process."""
-        self._attachment.abort(f"abort() of group {self.key}")
+        epoch = self._attachment.epoch
+        if epoch is not None:
+            epoch.life.abort(f"abort() of group {self.key}")
 
     def set_timeout(self, timeout: timedelta) -> None:
         """Default timeout of sends and receives from now on."""

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
-from ..errors import EpochChanged, PeerLost
+from ..errors import EpochChanged
 from ..topology import Plan
 from .groups import Groups
 from .hub import Hub
@@ -21,7 +21,7 @@ _PROBE = 0.1
 
 
 class Epoch:
-    """One epoch, from :meth:`enter` to :meth:`destroy`. Only :meth:`abort` may be called from any thread.
+    """One epoch, to :meth:`destroy`. Only :attr:`life` may be used from any thread.
 
     Args:
         plan: its plan.
@@ -35,8 +35,8 @@ class Epoch:
 
     Attributes:
         number: the plan's.
-        life: whether it goes on.
-        links: this member's messages to the others and theirs.
+        life: whether it goes on, and its end.
+        links: this member's messages to the others and theirs, from :meth:`Links.enter` on.
         receives: those posted on ``links``.
         groups: torch's groups that run its collectives.
     """
@@ -54,25 +54,17 @@ class Epoch:
         stand: Callable[[], Stand | None],
     ) -> None:
         self.plan = plan
-        self._hub = hub
         self.member = member
         self.timeout = timeout
         self.number = plan.epoch
         self.life = Lifetime(plan.epoch, on_peer_failure, self._explain)
-        self.links = Links(
-            self.life, hub, plan.members, member, plan.places, timeout, self.abort, stand, awaited, tell_after_s
-        )
+        self.links = Links(self.life, hub, plan.members, member, plan.places, timeout, stand, awaited, tell_after_s)
         self.receives = Receives(self.links)
         self.reached_at = StoreHost(self.links).reached_at
         self.groups = Groups(self.links, self.store, member, address, timeout)
         self._transports = 0
         self._meetings: Counter[str] = Counter()
 
-    def enter(self) -> None:
-        """Take part in it; waits for nobody."""
-        self.links.enter()
-
-    # -- in it -------------------------------------------------------------------------------------------
     @property
     def waiting(self) -> bool:
         """Whether a caller may be blocked in it, or it has ended."""
@@ -102,24 +94,9 @@ class Epoch:
         member = self.groups.member_at(host, port)
         return self.links.await_failure(self.plan.members if member is None else [member], _PROBE)
 
-    # -- leaving -----------------------------------------------------------------------------------------
-    def abort(self, reason: str, loss: PeerLost | None = None, orderly: bool = False) -> None:
-        """Make everything in this epoch raise ``EpochChanged``; from any thread, any number of times.
-
-        Args:
-            loss: why, if that is the loss of a member.
-            orderly: the other members leave it by themselves.
-        """
-
-        def interrupt() -> None:
-            self._hub.leave(self.number, not orderly)
-            self.groups.interrupt()
-
-        self.life.abort(reason, interrupt, loss)
-
     def destroy(self) -> None:
         """Release groups and messages. Called by the main thread, which is in no operation of this epoch."""
-        self.abort("left", orderly=True)
+        self.life.abort("left", orderly=True)
         # Another thread may be in the middle of it, about to shut down what is released here.
         self.life.await_abort()
         self.links.close()

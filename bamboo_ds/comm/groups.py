@@ -70,7 +70,7 @@ class Groups:
         self._aborts = Aborts()
         self._sweeper: threading.Thread | None = None
         self._undertaker: threading.Thread | None = None
-        self._life.call_on_abort(self._abort_communicators)
+        self._life.call_on_abort(self._interrupt)
 
     def get(
         self,
@@ -220,11 +220,17 @@ class Groups:
         self._life.check(operation)
 
     # -- the end -----------------------------------------------------------------------------------------
-    def _abort_communicators(self) -> None:
+    def _interrupt(self) -> None:
+        """Abort communicators, and shut gloo's sockets down until nobody is blocked in the epoch. Returns at once."""
         for (key, kind, members), group in list(self._groups.items()):
             if kind in BEHIND:  # gloo's has nothing to call: its sockets are shut down instead
                 what = f"NCCL group {key} of {', '.join(members)} (epoch {self._life.number})"
                 self._aborts.begin(what, group.abort)
+        if self._life.blocked:
+            self._shut_down()
+            # A connection that was just being made escapes a single sweep.
+            self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
+            self._sweeper.start()
 
     def await_aborts(self) -> None:
         """Wait until all communicators of an aborted epoch are, before new ones are made.
@@ -238,14 +244,6 @@ class Groups:
     def aborts_are_through(self) -> bool:
         """Whether all communicators of an aborted epoch are aborted."""
         return self._aborts.through
-
-    def interrupt(self) -> None:
-        """Shut gloo's sockets down until nobody is blocked in the aborted epoch any more. Returns at once."""
-        if self._life.blocked:
-            self._shut_down()
-            # A connection that was just being made escapes a single sweep.
-            self._sweeper = threading.Thread(target=self._sweep, name="bamboo-abort", daemon=True)
-            self._sweeper.start()
 
     def _sweep(self) -> None:
         pause = _SWEEP_EVERY

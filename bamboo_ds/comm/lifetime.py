@@ -1,4 +1,4 @@
-"""The lifetime of one epoch: whether it goes on, who is blocked in it, what its failures mean.
+"""The lifetime of one epoch: whether it goes on, who is blocked in it, how it is aborted, what its failures mean.
 
 Translating what torch raises into the errors that callers handle is done here and nowhere else.
 """
@@ -35,11 +35,17 @@ _REMOTE = re.compile(r"\[(?P<host>[0-9a-fA-F.:]+)\]:(?P<port>\d+)")
 class Lifetime:
     """One epoch from its beginning to its abort. Any thread may use it.
 
+    :meth:`abort` is the one way in which an epoch ends. What runs in the epoch asks to be called back by it: the
+    links, which wake those that wait and tell the other members, the groups, and works.
+
     Args:
         number: the epoch's.
         on_peer_failure: as for ``Session``; called once per member.
         explain: why a connection of gloo broke, from the remote end's host and port as gloo prints them, if it did;
             ``None`` if nothing is known.
+
+    Attributes:
+        orderly: the other members leave the epoch by themselves, and finish what they are in.
     """
 
     def __init__(
@@ -54,6 +60,7 @@ class Lifetime:
         self._quiet = threading.Condition(self._lock)
         self._aborted: str | None = None
         self._loss: PeerLost | None = None
+        self.orderly = False
         self._blocked = 0
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._accused: set[str | None] = set()
@@ -111,7 +118,7 @@ class Lifetime:
 
     # -- the end -----------------------------------------------------------------------------------------
     def call_on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` when the epoch is aborted (at once if it is). It must not block.
+        """Call ``callback`` when the epoch is aborted (at once if it is), after those before. It must not block.
 
         Returns:
             What takes the order back.
@@ -129,24 +136,26 @@ class Lifetime:
 
         return take_back
 
-    def abort(self, reason: str, interrupt: Callable[[], None] = lambda: None, loss: PeerLost | None = None) -> bool:
-        """Make every operation raise ``EpochChanged``, and call back; false if that was done.
+    def abort(self, reason: str, loss: PeerLost | None = None, orderly: bool = False) -> bool:
+        """Make every operation raise ``EpochChanged``, and call back; from any thread. False if that was done.
+
+        The end is noted before anything is called: communicators are aborted only once nothing calls them any more.
 
         Args:
-            interrupt: called last.
+            reason: for messages.
             loss: why, if that is the loss of a member.
+            orderly: see above.
         """
         with self._lock:
             if self._aborted is not None:
                 return False
-            self._aborted, self._loss = reason, loss
+            self._aborted, self._loss, self.orderly = reason, loss, orderly
             callbacks = list(self._callbacks.values())
             self._quiet.notify_all()
         try:
             logger.info("epoch %d: aborted: %s", self.number, reason)
             for callback in callbacks:
                 callback()
-            interrupt()
         finally:
             self._over.set()
         return True

@@ -55,7 +55,6 @@ class Links:
         members: all of the epoch, in the plan's order, and ``member``: this one.
         places: where each is reached.
         timeout: for all to come to what they do together first; ``None``: any.
-        end: ends the epoch, for a reason: a member is lost, if known which.
         stand: tells where this member's script is; see :class:`.standing.Standings`.
         awaited: called with members that have not entered the epoch, and for how many seconds they have been waited
             for: after ``tell_after_s``, then after twice as long each time.
@@ -76,7 +75,6 @@ class Links:
         member: str,
         places: Sequence[str],
         timeout: timedelta | None = None,
-        end: Callable[[str, PeerLost | None], None] = lambda reason, loss: None,
         stand: Callable[[], Stand | None] = lambda: None,
         awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
         tell_after_s: float = math.inf,
@@ -86,14 +84,14 @@ class Links:
         self.waiting = 0
         self._hub, self._members, self.member = hub, members, member
         self._places = {**dict.fromkeys(members, ""), **dict(zip(members, places, strict=False))}
-        self._end, self._timeout, self._awaited, self._tell_after_s = end, timeout, awaited, tell_after_s
+        self._timeout, self._awaited, self._tell_after_s = timeout, awaited, tell_after_s
         self._tree = Tree(members, member)
         self._failures: dict[str, EpochChanged] = {}
         self._heard: set[str] = set()  # those that have entered the epoch
         self._inbox: dict[bytes, deque[PeerMessage]] = {}
         self._rounds = 0
         self._standings = Standings(stand)
-        life.call_on_abort(self._wake)
+        life.call_on_abort(self._leave)
         self.services: dict[bytes, Service] = {
             _ENTERED: self._welcome,
             Standings.ASK: self._answer,
@@ -127,7 +125,7 @@ class Links:
         """See :class:`.hub.Receiver`."""
         self._note_failure(member, EpochChanged(f"member {member} has left epoch {self.number}"))
         if over:
-            self._end(f"it is over, says {member}", None)
+            self.life.abort(f"it is over, says {member}")
 
     def failed(self, member: str, reason: str) -> None:
         """See :class:`.hub.Receiver`. Whatever the control plane makes of it, this epoch is over."""
@@ -135,7 +133,7 @@ class Links:
             return
         failure = self.life.lost(member, reason)
         self._note_failure(member, failure)
-        self._end(str(failure), failure)
+        self.life.abort(str(failure), failure)
 
     def _note_failure(self, member: str, failure: EpochChanged) -> None:
         with self.changed:
@@ -143,9 +141,11 @@ class Links:
                 self._failures.setdefault(member, failure)
             self.changed.notify_all()
 
-    def _wake(self) -> None:
+    def _leave(self) -> None:
+        """Wake those that wait here, and have the others know."""
         with self.changed:
             self.changed.notify_all()
+        self._hub.leave(self.number, not self.life.orderly)
 
     def message(self, sequence: int, structure: int, tensors: list[wire.WireTensor]) -> PeerMessage:
         """A message of this member to itself, for :meth:`deliver`."""

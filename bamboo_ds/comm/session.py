@@ -67,7 +67,7 @@ class Session:
         listener: Listener | None = None,
         host: str | None = None,
     ) -> None:
-        self.attachment = Attachment(timeout, self.abort)
+        self.attachment = Attachment(timeout)
         publish(self.attachment)
         self.member, self.address, self.timeout = member, address, timeout
         self._hub = Hub(
@@ -169,7 +169,7 @@ class Session:
             raise ValueError(f"epoch {plan.epoch} is not newer than the current one, {self.epoch}")
         previous = self._epoch
         if previous is not None:
-            previous.abort(f"epoch {plan.epoch} follows", orderly=True)
+            previous.life.abort(f"epoch {plan.epoch} follows", orderly=True)
             self._leave(previous)
             previous.groups.await_aborts()
             self._hub.drop(set(previous.plan.members) - set(plan.members))
@@ -179,9 +179,9 @@ class Session:
             self.attachment.detached = False
             over = self._ended >= plan.epoch
         if over:
-            epoch.abort(self.attachment.reason)
+            epoch.life.abort(self.attachment.reason)
         epoch.life.check("attaching")
-        epoch.enter()
+        epoch.links.enter()
 
     @property
     def aborts_are_through(self) -> bool:
@@ -216,7 +216,7 @@ class Session:
             target = self._epoch
             if target is None or target.number > self._ended:
                 return
-        target.abort(reason, orderly=orderly)
+        target.life.abort(reason, orderly=orderly)
 
     def _leave(self, epoch: Epoch) -> None:
         if epoch not in self._left:

@@ -298,7 +298,7 @@ class Transport:
             return
         try:
             if any(self._links.failure(member) is not None for member in self._members):
-                self._epoch.abort("the transport was closed after a failure")
+                self._life.abort("the transport was closed after a failure")
             if self._life.aborted is None:
                 self._links.flush()
                 self._links.all_gather("close", None, lambda _: None)

@@ -15,9 +15,9 @@ import pytest
 
 from bamboo_ds.control.agent.callbacks import Callbacks
 from bamboo_ds.control.agent.coordinator import Coordinator
-from bamboo_ds.control.agent.following import followed
 from bamboo_ds.control.agent.lease import register
-from bamboo_ds.control.agent.membership import Membership, Standing
+from bamboo_ds.control.agent.membership import Membership, followed
+from bamboo_ds.control.agent.states import State
 from bamboo_ds.control.leader.restarts import fatal_plan, unstarted_plan
 from bamboo_ds.control.messages import Contact
 from bamboo_ds.control.registry.keys import Keys
@@ -116,8 +116,8 @@ class Member:
         assert tuple(self.plans.get(timeout=DEADLINE_S) for _ in epochs) == epochs
 
     @property
-    def standing(self) -> Standing:
-        return self.coordinator._membership.standing
+    def state(self) -> State:
+        return self.coordinator._membership.state
 
     @property
     def lease(self) -> Lease:
@@ -198,7 +198,7 @@ def test_a_joiner_is_told_of_every_plan(store: Store) -> None:
         wait_until(lambda: member.coordinator._inbox._actions.qsize() >= 2, "both", DEADLINE_S)
         member.held.set()
         member.sees(2, 3)
-    assert member.standing is Standing.FENCED
+    assert member.state is State.EVICTED
 
 
 class Forgetful(Store):
@@ -244,7 +244,7 @@ def test_a_joiner_that_has_missed_plans_and_its_record_is_out_and_says_so(joiner
     assert joiner.told.get(timeout=DEADLINE_S) == "evicted"
     write(joiner.store, 5)
     joiner.sees(5)
-    assert joiner.standing is Standing.FENCED
+    assert joiner.state is State.EVICTED
     lease = joiner.lease
     joiner.coordinator.leave(left("m9", 9, "evicted"))
     assert joiner.told.get(timeout=DEADLINE_S) == "ended" and joiner.told.empty() and joiner.stops.empty()
@@ -258,7 +258,7 @@ def test_a_joiner_that_has_missed_plans_and_is_registered_waits_on(joiner: Membe
     write(joiner.store, 4)
     joiner.sees(4)
     joiner.leader.steps.get(timeout=DEADLINE_S)
-    wait_until(lambda: joiner.standing is Standing.JOINING, "it has looked")
+    wait_until(lambda: joiner.state is State.JOINING, "it has looked")
     assert joiner.told.empty() and joiner.store.get(Keys.member("m9")) is not None
 
 
@@ -321,7 +321,7 @@ def test_one_that_leaves_and_is_out_without_a_lease_asks_no_more(etcd: EtcdServe
             wait_until(lambda: member.coordinator._membership.epoch == 1, "it has seen that it is out")
             member.lease.revoke()
             assert wakes.get(timeout=DEADLINE_S) is None
-    assert member.standing is Standing.LEAVING
+    assert member.state is State.LEAVING
 
 
 def test_a_record_is_put_only_under_the_plan_that_was_looked_at(store: Store) -> None:

@@ -17,9 +17,9 @@ from bamboo_ds.control.agent.callbacks import Callbacks
 from bamboo_ds.control.agent.coordinator import Coordinator
 from bamboo_ds.control.agent.lease import REFRESH, _raise
 from bamboo_ds.control.agent.mailbox import Mailbox
-from bamboo_ds.control.agent.membership import Standing
 from bamboo_ds.control.agent.rejoin import Rejoin
-from bamboo_ds.control.agent.slot import Slot, State
+from bamboo_ds.control.agent.slot import Slot
+from bamboo_ds.control.agent.states import State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.leader.leader import Leader
 from bamboo_ds.control.messages import Contact, ExitNotice, Heartbeat, Message, PlanPush
@@ -236,7 +236,7 @@ class SimCoordinator(Coordinator):
             self._callbacks.on_ended()
 
     def stay(self) -> None:
-        if self._membership.standing is not Standing.LOOKING and not self.ended:
+        if self._membership.state is not State.LOOKING and not self.ended:
             try:
                 self._keeper.stay()
             except StoreUnavailable as error:

@@ -37,7 +37,8 @@ from .data_workers import DataWorkers
 from .leaving import Leaving
 from .mailbox import Mailbox
 from .output import WorkerOutput
-from .slot import EndWorker, Slot, State
+from .slot import EndWorker, Slot
+from .states import State
 from .telling import Telling
 from .timeline import TimelineWriter
 from .watchdog import Watchdog

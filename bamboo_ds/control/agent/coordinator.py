@@ -36,12 +36,12 @@ from ..registry.records import (
 )
 from ..web.display import JobPage
 from .callbacks import Callbacks, News
-from .following import EVERYTHING, followed
 from .health import HealthReplies
 from .lease import LeaseKeeper, register, renew
 from .mailbox import Mailbox
-from .membership import Membership, Standing, check_start, over_for, peers
+from .membership import EVERYTHING, Membership, check_start, followed, over_for, peers
 from .neighbours import Neighbours, report_dead_agent
+from .states import State
 
 logger = logging.getLogger("bamboo_ds.control.coordinator")
 
@@ -56,7 +56,7 @@ _DISPLAY_S = 1.0
 class Coordinator:
     """Keeps one member registered and informed, and contests the leadership.
 
-    What it does follows from where the member stands in the job: the state machine :mod:`.membership`.
+    What it does follows from where the member stands in the job: see :class:`.membership.Membership`.
 
     Args:
         store: not used before :meth:`start`; closed at the end by the coordinator.
@@ -232,7 +232,7 @@ class Coordinator:
                 raise
             return self._clock() + _RETRY_S
         except StoreError as error:
-            if self._membership.standing is Standing.LOOKING and not isinstance(error, PlanForged):
+            if self._membership.state is State.LOOKING and not isinstance(error, PlanForged):
                 raise  # at the start it is the settings that are wrong
             logger.error("etcd refuses a request, training goes on: %s", error)
             return self._clock() + _REFUSED_RETRY_S
@@ -267,7 +267,7 @@ class Coordinator:
         self._watch = self._store.watch(
             self._followed, partial(self._observe, mirror), snapshot.revision + 1, on_error=self._watch_failed
         )
-        if self._membership.standing is Standing.LOOKING:
+        if self._membership.state is State.LOOKING:
             self._membership.note_found()
             self._keep_lease()
         return mirror
@@ -319,16 +319,16 @@ class Coordinator:
             self._lineage.tell((plan.lineage, plan.fence_s))
         if mirror.restart is not None:
             self._restart.tell(mirror.restart)
-        if plan is not None and (member.record.joiner or member.standing is Standing.WAITING):
+        if plan is not None and (member.record.joiner or member.state is State.WAITING):
             self._follow(mirror, plan)
         if mirror.stop is not None:
             self._stop.tell(mirror.stop)
         if (leave := mirror.get(Keys.leave(self._id), LeaveRecord)) is not None:
             self._leave.tell(leave)
         self._attend_neighbours(mirror)
-        if plan is not None and member.standing is Standing.UNSURE and not plan.lost_roles:
+        if plan is not None and member.state is State.UNSURE and not plan.lost_roles:
             self._check_seen(plan)
-        if member.standing is Standing.FENCED:
+        if member.state is State.EVICTED:
             if self._display is not None:
                 self._display.close(0.0)
             return None
@@ -382,7 +382,7 @@ class Coordinator:
         if self._membership.joins:
             self._peers.tell(peers(mirror, plan))
         whole = not plan.lost_roles and mirror.members.keys() >= set(plan.members)
-        if self._membership.standing is Standing.WAITING and whole:
+        if self._membership.state is State.WAITING and whole:
             self._whole.tell(plan)
         # Where all that took part have gone one that does not has the leadership, and knows.
         if self._leader is not None and mirror.leader == self._id and over_for(self._id, mirror, plan):

@@ -1,54 +1,25 @@
-"""Where a member stands in its job, by the plans that its agent has seen. Pure.
+"""Where a member stands in its job, by the plans that its agent has seen, and what it may do there. Pure.
 
-::
-
-                  looking                    etcd has not answered yet
-              /      |       \\
-     waiting      joining <--> unsure        takes no part: no plan that was seen has listed it
-                     |           |
-                     v           |
-                  member         |           takes part
-                   |   \\         |
-                   v    \\        |
-               leaving   +--> fenced <-+     the job goes on without it: it writes nothing but its end
-
-:class:`.coordinator.Coordinator` acts on it until it is told to depart, in whatever state; then it has ended. Whether
-the member leads is no state of its own: etcd says that, and the :class:`~bamboo_ds.control.leader.leader.Leader` asks.
+The states are those of :mod:`.states`. :class:`.coordinator.Coordinator` acts on them until it is told to depart, in
+whatever state. Whether the member leads is no state of its own: etcd says that, and the
+:class:`~bamboo_ds.control.leader.leader.Leader` asks.
 """
 
 from __future__ import annotations
 
-from enum import Enum
-
 from ...errors import LaunchError
 from ...topology.plan import UNSTARTED, Plan
+from ..registry.keys import Keys
 from ..registry.mirror import Mirror
 from ..registry.records import MemberRecord
 from ..registry.vacancies import some_finished
+from .states import Event, State, after, first
 
-
-class Standing(Enum):
-    """What a member is to its job."""
-
-    LOOKING = "looking"  #: for the plan
-    WAITING = "waiting"  #: without a worker, until the job's workers are started
-    JOINING = "joining"  #: has seen each plan since its first one; none has listed it
-    UNSURE = "unsure"  #: the same, but has missed plans, which may have listed and lost it
-    MEMBER = "member"
-    LEAVING = "leaving"  #: a member on notice: needed until it has left, although plans go on without it
-    FENCED = "fenced"
-
-
-_NEXT = {
-    Standing.LOOKING: {Standing.WAITING, Standing.JOINING, Standing.MEMBER, Standing.LEAVING},
-    Standing.WAITING: set(),
-    Standing.JOINING: {Standing.UNSURE, Standing.MEMBER, Standing.LEAVING},
-    Standing.UNSURE: {Standing.JOINING, Standing.MEMBER, Standing.LEAVING, Standing.FENCED},
-    Standing.MEMBER: {Standing.LEAVING, Standing.FENCED},
-    Standing.LEAVING: set(),
-    Standing.FENCED: set(),
-}
-_OUTSIDE = (Standing.WAITING, Standing.JOINING, Standing.UNSURE)
+_OUTSIDE = (State.WAITING, State.JOINING, State.UNSURE)
+#: Prefix of all keys.
+EVERYTHING = ("",)
+#: What each member is told of, and what it must know from before when it becomes leader: since when notices hold.
+_OF_ALL = (Keys.SPEC, Keys.PLAN, Keys.LEADER, Keys.STOP, Keys.RESTART, Keys.EPOCHS, Keys.NOTICES)
 
 
 class Membership:
@@ -60,38 +31,35 @@ class Membership:
 
     Attributes:
         record: as it is now.
-        standing: see above.
+        state: see :class:`State`; one on notice is leaving until it has left, although plans go on without it.
         epoch: that of the newest plan that it follows.
     """
 
     def __init__(self, record: MemberRecord, after_epoch: int = 0) -> None:
-        self.record, self.standing = record, Standing.LOOKING
+        self.record, self.state = record, State.LOOKING
         self.epoch = self._after_epoch = after_epoch
 
-    def _go(self, standing: Standing) -> None:
-        assert standing in _NEXT[self.standing], f"{self.standing} -> {standing}"
-        self.standing = standing
+    def _note(self, event: Event) -> None:
+        self.state = after(self.state, event)
+
+    def _note_leaving(self) -> None:
+        if self.record.state == "leaving":
+            self._note(Event.NOTICE)
 
     @property
-    def _first(self) -> Standing:
+    def _first(self) -> State:
         """What follows when the plan has been found."""
-        if self.record.state == "waiting":
-            return Standing.WAITING
-        return Standing.JOINING if self.record.joiner else self._inside
-
-    @property
-    def _inside(self) -> Standing:
-        return Standing.LEAVING if self.record.state == "leaving" else Standing.MEMBER
+        return first(self.record.state == "waiting", self.record.joiner)
 
     @property
     def joins(self) -> bool:
         """Whether it waits for a plan that lists it."""
-        return self.standing in (Standing.JOINING, Standing.UNSURE)
+        return self.state in (State.JOINING, State.UNSURE)
 
     @property
     def takes_part(self) -> bool:
         """Whether others may need it."""
-        return (self._first if self.standing is Standing.LOOKING else self.standing) not in _OUTSIDE
+        return (self._first if self.state is State.LOOKING else self.state) not in _OUTSIDE
 
     def is_out(self, plan: Plan | None) -> bool:
         """Whether the job goes on without it by ``plan``."""
@@ -106,12 +74,12 @@ class Membership:
         """
         if plan is None or not self.joins:
             return not self.is_out(plan)
-        return self.standing is Standing.JOINING and not forged and plan.epoch <= self.epoch
+        return self.state is State.JOINING and not forged and plan.epoch <= self.epoch
 
     def note_found(self) -> None:
         """The plan, if there is one, has been found."""
-        if self.standing is Standing.LOOKING:
-            self._go(self._first)
+        self.state = self._first
+        self._note_leaving()
 
     def note_plan(self, plan: Plan) -> bool:
         """Follow ``plan``; whether it is a new one."""
@@ -119,27 +87,46 @@ class Membership:
             return False
         missed = self._after_epoch < self.epoch < plan.epoch - 1
         self.epoch = plan.epoch
-        if self.joins:
-            if self.record.id in plan.members:
-                self._go(self._inside)
-            elif missed and self.standing is Standing.JOINING:
-                self._go(Standing.UNSURE)
-        elif self.standing is Standing.MEMBER and self.is_out(plan):
-            self._go(Standing.FENCED)
+        if self.record.id in plan.members:
+            self._note(Event.LISTED)
+            self._note_leaving()
+        elif missed:
+            self._note(Event.MISSED)
+        if self.state is not State.LEAVING and self.is_out(plan):
+            self._note(Event.OUT)
         return True
 
     def note_seen(self, lost: bool) -> None:
         """What the plans have done that it has missed: they have listed and ``lost`` it, or never listed it."""
-        self._go(Standing.FENCED if lost else Standing.JOINING)
+        self._note(Event.OUT if lost else Event.ABSENT)
 
     def note_leaving(self) -> None:
         """It is on notice."""
         self.record = self.record.model_copy(update={"state": "leaving"})
-        if self.standing is Standing.MEMBER:
-            self._go(Standing.LEAVING)
+        self._note_leaving()
 
 
-# -- what is in etcd for one that takes no part ------------------------------------------------------------------
+# -- what is in etcd for it --------------------------------------------------------------------------------------
+
+
+def followed(membership: Membership, plan: Plan | None, leads: bool) -> tuple[str, ...]:
+    """Prefixes of the keys that a member needs.
+
+    Args:
+        plan: the newest one that it knows.
+        leads: it holds the leadership.
+    """
+    if leads:
+        return EVERYTHING
+    me, more = membership.record, []
+    if me.process_space:
+        more.append(Keys.host(me.process_space))
+    waits = me.state == "waiting"
+    if not membership.takes_part and not waits:
+        more.append(Keys.WORKERS)  # where it learns what the job has done
+    if me.state == "leaving" or (waits and plan is not None and not plan.lost_roles):
+        more.append(Keys.MEMBERS)  # whether another one can lead; whether the job is whole
+    return (*_OF_ALL, Keys.leave(me.id), Keys.asked(me.id), *more)
 
 
 def peers(mirror: Mirror, plan: Plan) -> tuple[tuple[str, str], ...]:

@@ -19,7 +19,8 @@ from ..registry.access import open_store
 from ..registry.mirror import Mirror
 from ..registry.vacancies import Desertion, find_vacancy, is_over
 from .mailbox import Mailbox
-from .slot import Slot, State
+from .slot import Slot
+from .states import State
 
 if TYPE_CHECKING:
     from ...store.client import Store

@@ -21,7 +21,8 @@ from .assembly import make_coordinator
 from .callbacks import Callbacks
 from .mailbox import Mailbox
 from .rejoin import Rejoin
-from .slot import Slot, State
+from .slot import Slot
+from .states import State
 
 logger = logging.getLogger("bamboo_ds.control.waiting")
 

@@ -629,9 +629,8 @@ def test_why_there_is_no_way_to_a_member_is_told(hubs: Hubs, place: str, why: st
 def test_a_member_that_cannot_be_called_is_lost(hubs: Hubs, monkeypatch: pytest.MonkeyPatch) -> None:
     """For this member at least: a script knows nothing of descriptors, and the others can go on."""
     accused: list[tuple[str | None, str]] = []
-    ended: list[PeerLost | None] = []
     life = Lifetime(1, lambda member, reason: accused.append((member, reason)))
-    links = Links(life, hubs["a"], ("a", "b"), "a", hubs.places, end=lambda reason, loss: ended.append(loss))
+    links = Links(life, hubs["a"], ("a", "b"), "a", hubs.places)
     links.enter()
 
     def none_left(*arguments: object) -> None:
@@ -643,7 +642,7 @@ def test_a_member_that_cannot_be_called_is_lost(hubs: Hubs, monkeypatch: pytest.
             with pytest.raises(PeerLost, match=r"towards b: connecting failed: .*Too many open files"):
                 links.send("b", b"key", 1, None)
     assert [member for member, _ in accused] == ["b"]
-    assert [loss.member for loss in ended if loss is not None] == ["b"] and len(ended) == 1
+    assert isinstance(life.ended("x"), PeerLost) and "towards b" in str(life.aborted)
 
 
 @pytest.mark.parametrize("told", [0, 1, 2])
@@ -661,7 +660,7 @@ def test_an_epoch_that_ends_just_as_its_messages_are_asked_about_leaves_no_wait_
     inboxes[0].wait(lambda: bool(inboxes[0].got))
 
     def end(member: str) -> None:
-        first.life.abort("a test", lambda: hubs["a"].leave(1, True))
+        first.life.abort("a test")
 
     first._check = end  # type: ignore[method-assign]
     with pytest.raises(EpochChanged, match="a test"):

@@ -245,7 +245,7 @@ class Members:
         usual = LONG, lambda member, reason: None, lambda members, seconds: None, 60.0, lambda: None
         self.epochs = {name: Epoch(plan, hub, name, "127.0.0.1", *usual) for name, hub in self._hubs.items()}
         for epoch in self.epochs.values():
-            epoch.enter()
+            epoch.links.enter()
 
     def get(self, name: str) -> Any:
         return self.epochs[name].groups.get("g", self.names, NCCL, LONG, CPU)
@@ -274,7 +274,7 @@ def lost(members: Members, pool: ThreadPoolExecutor, awaited: Callable[[], bool]
         try:
             members.get(name)
         except EpochChanged:
-            members.epochs[name].abort("a member is gone")  # as an engine does
+            members.epochs[name].life.abort("a member is gone")  # as an engine does
             raise
 
     inside = [pool.submit(get, name) for name in ("a", "b")]
@@ -301,7 +301,7 @@ def test_a_loss_while_a_communicator_is_made_holds_nobody_up(members: Any) -> No
     with pytest.raises(EpochChanged):
         third.result(60)
     for name in ("a", "b"):
-        three.epochs[name].abort("a new plan")
+        three.epochs[name].life.abort("a new plan")
         three.epochs[name].groups.await_aborts()
     assert all(group.aborted.wait(60) for group in Creating.made) and not release.is_set()
 
@@ -312,7 +312,7 @@ def test_a_communicator_that_all_have_made_is_used(members: Any) -> None:
     found = dict(zip(three.names, pool.map(three.get, three.names), strict=True))
     assert len(Creating.made) == 3 and three.get("a") is found["a"]
     assert found["a"].aborted in {made.aborted for made in Creating.made}
-    three.epochs["a"].abort("a loss")
+    three.epochs["a"].life.abort("a loss")
     with pytest.raises(EpochChanged, match="a loss"):
         found["a"].allreduce([torch.ones(1)])
     assert len(Creating.made) == 3, "it may be freed by now"

@@ -17,12 +17,13 @@ from bamboo_ds.errors import EpochChanged, PeerLost
 
 def test_an_abort_ends_operations_and_orders_once() -> None:
     life, called = Lifetime(3, lambda member, reason: None), []
-    life.call_on_abort(lambda: called.append("first"))
+    life.call_on_abort(lambda: called.append("first" if life.aborted is not None else "not noted"))
+    life.call_on_abort(lambda: called.append("second"))
     life.call_on_abort(lambda: called.append("taken back"))()
     assert life.abort("a test") and not life.abort("another one")
-    assert called == ["first"] and life.aborted == "a test"
+    assert called == ["first", "second"] and life.aborted == "a test"
     life.call_on_abort(lambda: called.append("late"))
-    assert called == ["first", "late"]
+    assert called == ["first", "second", "late"]
     with pytest.raises(EpochChanged, match=r"sending: epoch 3 ended \(a test\)"):
         life.check("sending")
     with pytest.raises(EpochChanged, match="waiting: epoch 3 ended"), life.calling("waiting"):
@@ -37,7 +38,8 @@ def test_who_releases_an_epoch_waits_until_its_abort_is_through() -> None:
         held.set()
         assert goes_on.wait(60)
 
-    aborting = threading.Thread(target=life.abort, args=("a test", interrupt))
+    life.call_on_abort(interrupt)
+    aborting = threading.Thread(target=life.abort, args=("a test",))
     aborting.start()
     assert held.wait(60) and not life.abort("another one")
     releasing = threading.Thread(target=life.await_abort)

@@ -135,7 +135,7 @@ class Members:
         usual = LONG, lambda member, reason: None, lambda members, seconds: None, 60.0, lambda: None
         self.epochs = {name: Epoch(self.plan, hub, name, "127.0.0.1", *usual) for name, hub in self._hubs.items()}
         for epoch in self.epochs.values():
-            epoch.enter()
+            epoch.links.enter()
 
     def own(self, name: str) -> list[int]:
         return [rank for rank, owner in enumerate(self.owners) if owner == name]
@@ -374,7 +374,7 @@ def test_an_ended_epoch_ends_a_sum_between_its_two_steps(members: Callable[..., 
 
         def cut_off(*arguments: Any) -> Any:
             work = exchange(*arguments)
-            epoch.abort("a loss")
+            epoch.life.abort("a loss")
             return work
 
         group.alltoall_base = cut_off

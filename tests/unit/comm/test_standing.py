@@ -67,7 +67,7 @@ class Pair:
 
     def close(self) -> None:
         for links in self.links.values():
-            links.life.abort("the test is over", lambda: None)
+            links.life.abort("the test is over")
         for links in self.links.values():
             links.close()
         self.hubs.close()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from bamboo_ds.control.agent.membership import Membership, Standing, over_for
+from bamboo_ds.control.agent.membership import Membership, over_for
+from bamboo_ds.control.agent.states import State
 from bamboo_ds.control.leader.restarts import unstarted_plan
 from bamboo_ds.control.registry.records import LeftRecord, MemberRecord, Record, StopRecord, WorkerState
 from bamboo_ds.control.registry.vacancies import choose_script_rank, is_over
@@ -89,35 +90,35 @@ def test_a_job_of_which_some_member_has_finished_is_over_when_the_others_are_gon
 def test_where_a_member_stands() -> None:
     """Plans decide; notice makes a member needed until it has left; what was missed is asked for."""
 
-    def stands(*members: str, epoch: int) -> Standing:
+    def stands(*members: str, epoch: int) -> State:
         assert found.note_plan(replace(PLAN, epoch=epoch, members=members))
-        return found.standing
+        return found.state
 
     def begin(name: str, **fields: object) -> Membership:
         found = Membership(there(name).model_copy(update=fields), after_epoch=1)
-        assert found.standing is Standing.LOOKING and found.takes_part == (name == "a" and not fields)
+        assert found.state is State.LOOKING and found.takes_part == (name == "a" and not fields)
         found.note_found()
         return found
 
     found = begin("a")
-    assert stands("a", "b", epoch=2) is Standing.MEMBER and not found.note_plan(PLAN)
-    assert stands("b", epoch=9) is Standing.FENCED and found.is_out(replace(PLAN, epoch=9, members=("b",)))
+    assert stands("a", "b", epoch=2) is State.RUNNING and not found.note_plan(PLAN)
+    assert stands("b", epoch=9) is State.EVICTED and found.is_out(replace(PLAN, epoch=9, members=("b",)))
     found = begin("a")
     found.note_leaving()
-    assert stands("b", epoch=2) is Standing.LEAVING and found.record.state == "leaving"
+    assert stands("b", epoch=2) is State.LEAVING and found.record.state == "leaving"
     assert not found.may_register(replace(PLAN, epoch=2, members=("b",)), False)
     found = begin("a", state="waiting")
-    assert stands("b", epoch=2) is Standing.WAITING and not found.takes_part
+    assert stands("b", epoch=2) is State.WAITING and not found.takes_part
     found = begin("j")
-    assert stands("a", epoch=5) is Standing.JOINING and stands("a", epoch=6) is Standing.JOINING
+    assert stands("a", epoch=5) is State.JOINING and stands("a", epoch=6) is State.JOINING
     newer = replace(PLAN, epoch=7)
     assert found.may_register(replace(PLAN, epoch=6), False) and not found.may_register(replace(PLAN, epoch=6), True)
     assert not found.may_register(newer, False), "it may be admitted by that"
-    assert stands("a", epoch=8) is Standing.UNSURE and not found.may_register(replace(PLAN, epoch=8), False)
+    assert stands("a", epoch=8) is State.UNSURE and not found.may_register(replace(PLAN, epoch=8), False)
     found.note_seen(lost=False)
-    assert found.standing is Standing.JOINING and stands("a", epoch=10) is Standing.UNSURE
+    assert found.state is State.JOINING and stands("a", epoch=10) is State.UNSURE
     found.note_seen(lost=True)
-    assert found.standing is Standing.FENCED and stands("j", epoch=11) is Standing.FENCED
+    assert found.state is State.EVICTED and stands("j", epoch=11) is State.EVICTED
     found = begin("j")
     found.note_leaving()
-    assert found.standing is Standing.JOINING and stands("j", epoch=2) is Standing.LEAVING
+    assert found.state is State.JOINING and stands("j", epoch=2) is State.LEAVING

@@ -14,7 +14,8 @@ import pytest
 
 from bamboo_ds.control.agent.mailbox import Mailbox
 from bamboo_ds.control.agent.rejoin import Rejoin
-from bamboo_ds.control.agent.slot import EndWorker, Slot, State
+from bamboo_ds.control.agent.slot import EndWorker, Slot
+from bamboo_ds.control.agent.states import State
 from bamboo_ds.control.agent.waiting import WaitingAgent
 from bamboo_ds.control.messages import ExitNotice
 from bamboo_ds.control.registry.keys import Keys
@@ -52,14 +53,14 @@ def test_it_runs_when_a_plan_lists_it() -> None:
     assert slot().state is State.STARTING
     assert slot(FIRST).state is State.RUNNING
     joining = slot(WITHOUT, script_rank=1)
-    assert joining.state is State.STARTING and not joining.admitted
+    assert joining.state is State.JOINING and not joining.admitted
 
 
 def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
     it = slot(RUNNING)
     order = it.note_plan(WITHOUT)
     assert order is not None and not order.ask, "its worker stops by itself"
-    assert it.evicted and end(it, EXIT_EVICTED) == "evicted"
+    assert it.state is State.EVICTED and end(it, EXIT_EVICTED) == "evicted"
     assert (it.state, it.next) == (State.REJOINING, None)
     found = agent(slot=9)
     it.start_with(found)
@@ -72,7 +73,7 @@ def test_a_member_that_leaves_has_not_been_evicted() -> None:
     it = slot(RUNNING)
     assert it.note_notice("told to") is None and it.state is State.LEAVING
     boundary = replace(WITHOUT, when="boundary", lost=())
-    assert it.note_plan(boundary) is None and it.dropped and not it.evicted
+    assert it.note_plan(boundary) is None and it.state is State.FREE
     assert end(it, EXIT_LEFT) == "left" and it.state is State.ENDED
 
 
@@ -92,7 +93,7 @@ def test_after_a_fatal_loss_it_waits_for_the_restart() -> None:
     waiting.note_restart(replace_restart(after_epoch=FATAL.epoch - 1))
     assert waiting.state is State.WAITING, "an older one"
     waiting.note_restart(replace_restart(after_epoch=FATAL.epoch))
-    assert waiting.state is State.STARTING and waiting.next is not None
+    assert waiting.state is State.PLACED and waiting.next is not None
     told = waiting.next
     assert (told.rank, told.generation, told.restart_from, told.extra) == (1, 1, "/c", {2: 7})
     assert not told.waiting and not told.joins
