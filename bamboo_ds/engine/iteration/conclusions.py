@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -62,7 +61,7 @@ class Conclusions(InContext):
 
         One of them tells it.
         """
-        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self.tally.told())).values()]
+        found = self.epoch.agreement.exchange(self.tally.told()).values()
         if not self.epoch.leads:
             return
         layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")

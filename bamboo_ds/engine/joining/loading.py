@@ -99,13 +99,13 @@ class Loader(InContext):
             check_loadable(folder, tag, self.layout, how)
         except CheckpointError as error:
             refusal = str(error)
-        told = self.epoch.transport.exchange(refusal)
+        told = self.epoch.agreement.exchange(refusal)
         first = next((member for member, text in told.items() if text), None)
         if first is None:
             return
         if first == self.epoch.member:
             logger.error("%s", told[first])
-        self.epoch.transport.barrier()  # the end of a worker ends the others
+        self.epoch.agreement.barrier()  # the end of a worker ends the others
         refused = CheckpointError(told[first])
         refused.told_by = first
         raise refused

@@ -181,7 +181,7 @@ class Training(InContext):
             if commits and self.iteration.checks.on:
                 with self.recording.span(Kind.REHEARSE):
                     self.iteration.checks.rehearse()
-            self.recording.execute(instruction)
+            self.recording.execute(instruction, self.epoch.channels)
             self.beats.beat()
             if until_commit and commits:
                 return

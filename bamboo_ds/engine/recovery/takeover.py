@@ -197,10 +197,10 @@ class Takeover(InContext):
         before = self.epoch.plan
         self.epoch.switch_due = False
         undisturbed = True
-        self.announcements.listen()  # lanes that are closed tell nothing any more
+        self.announcements.listen()  # channels that are concluded tell nothing any more
         try:
             self.epoch.session.confirm("changing the plan")  # which cuts off what devices are busy with
-            self.epoch.transport.close()
+            self.epoch.session.conclude()
         except EpochChanged as error:
             logger.info("interrupted at a boundary: %s", error)
             undisturbed = False

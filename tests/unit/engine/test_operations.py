@@ -90,13 +90,12 @@ class Member:
         self.epoch: Any = SimpleNamespace(
             channel=channel,
             job=SimpleNamespace(await_fence=lambda: self.events.append("fence")),
-            session=SimpleNamespace(aborted=aborted, confirm=lambda operation: None),
+            session=SimpleNamespace(aborted=aborted, confirm=lambda operation: None, conclude=lambda: None),
             layout=LAYOUT,
             plan=PLAN,
             member="a",
             switch_due=False,
             copied=False,
-            transport=SimpleNamespace(close=lambda: None),
         )
         context: Any = SimpleNamespace(
             binding=SimpleNamespace(use=lambda _: None, local=None),
