@@ -56,7 +56,7 @@ def encode(key: bytes, sequence: int, payload: Payload | Staged, epoch: int = 0)
     Raises:
         TypeError: not a payload, or a tensor of a kind that cannot be sent (sparse, quantized).
     """
-    structure, tensors = payloads.parts(payload)
+    structure, tensors = payloads.for_frame(payload)
     pieces = [view(each.data) for each in tensors if each.data.numel()]
     return deque([[_head(DATA, structure, len(tensors), sequence, epoch, key, _words(tensors))], *segments(pieces)])
 

@@ -121,7 +121,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return bare(tensor).resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
 
 
-def parts(payload: Payload | Staged) -> tuple[int, Sequence[WireTensor]]:
+def for_frame(payload: Payload | Staged) -> tuple[int, Sequence[WireTensor]]:
     """Structure and tensors of ``payload`` in host memory, for a frame; contiguous host tensors are not copied.
 
     Raises:
@@ -148,7 +148,7 @@ def staged(payload: Payload) -> Staged | None:
     """Have ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
 
     Raises:
-        TypeError: see :func:`parts`.
+        TypeError: see :func:`for_frame`.
     """
     found = staging.current()
     if found is None:

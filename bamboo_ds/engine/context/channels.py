@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
-from typing import Protocol
 
 from ...comm.channel import Channel
 from ...topology import Plan, Role, batch_sources, end_sources
@@ -81,12 +80,8 @@ def gathers(plan: Plan, role: Role) -> bool:
     return len(set(owners)) == len(owners)
 
 
-class Opening(Protocol):
-    """Opens a channel; see :class:`~bamboo_ds.comm.channel.Channel` for the arguments."""
-
-    def __call__(
-        self, name: str, source: str, destination: str, newest: int | None = None, yields: bool = False
-    ) -> Channel: ...
+#: Opens a channel, given its name, its ends, and whether it is bounded and yields; see there.
+Opening = Callable[[str, str, str, int | None, bool], Channel]
 
 
 class Channels:
@@ -95,13 +90,13 @@ class Channels:
     #: What the names of channels begin with.
     _prefix = ""
 
-    def __init__(self, plan: Plan, open_: Opening, shadow_gradients: bool) -> None:
+    def __init__(self, plan: Plan, opening: Opening, shadow_gradients: bool) -> None:
         """Args:
         plan: the plan, without lost roles.
-        open_: opens each.
+        opening: opens each.
         shadow_gradients: whether gradients are also sent to shadows.
         """
-        self._begin(open_)
+        self._begin(opening)
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
@@ -143,9 +138,9 @@ class Channels:
                 if helper is not None and helper not in sources:
                     self._add(to_shadow, role, sources[0], helper)
 
-    def _begin(self, open_: Opening) -> None:
+    def _begin(self, opening: Opening) -> None:
         self._channels: dict[tuple[Stream, Role], list[Channel]] = {}
-        self._open = open_
+        self._opening = opening
 
     def _connect(self, plan: Plan, stream: Stream, role: Role, beside: Role) -> None:
         """From the owner of the role ``beside`` to that of ``role``, and between shadows that compute parts of them."""
@@ -161,7 +156,7 @@ class Channels:
         channels = self._channels.setdefault((stream, role), [])
         if (source, destination) not in [(channel.source, channel.destination) for channel in channels]:
             name = f"{self._prefix}{stream.name.lower()} {role} from {source} to {destination}"
-            channels.append(self._open(name, source, destination, newest, stream in _YIELDING))
+            channels.append(self._opening(name, source, destination, newest, stream in _YIELDING))
 
     def __iter__(self) -> Iterator[tuple[Stream, Role, Channel]]:
         """Every channel, with what it carries, and the role concerned."""
@@ -205,12 +200,12 @@ class RehearsalChannels(Channels):
 
     _prefix = "rehearsed "
 
-    def __init__(self, plan: Plan, open_: Opening) -> None:
+    def __init__(self, plan: Plan, opening: Opening) -> None:
         """Args:
         plan: the plan, without lost roles.
-        open_: opens each.
+        opening: opens each.
         """
-        self._begin(open_)
+        self._begin(opening)
         self.roles: list[Role] = []
         self.reported: list[Role] = []
         layout = plan.world

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
 from ...comm.agreement import Agreement
-from ...comm.channel import Channel
 from ...devices.accelerators import HOST, name_on_host
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
@@ -25,7 +25,7 @@ from ...topology import Layout, Plan, Role
 from ..stage.commit import Committed
 from ..stage.layers import Changes
 from ..stage.schedulers import SchedulerPosition
-from .channels import Channels
+from .channels import Channels, Opening
 
 if TYPE_CHECKING:
     from ...worker.job import Job
@@ -78,14 +78,13 @@ class CurrentEpoch:
         self.job.enter(plan)
         self.plan = plan
         self.switch_due = self.copied = False
-        self.channels = Channels(plan, self.open, self._shadow_gradients)
+        self.channels = Channels(plan, self.opening, self._shadow_gradients)
         self.begun = True
 
-    def open(
-        self, name: str, source: str, destination: str, newest: int | None = None, yields: bool = False
-    ) -> Channel:
-        """A channel of the epoch, on which what others have on their devices comes to this member's."""
-        return self.session.current.open(self._device, name, source, destination, newest, yields)
+    @property
+    def opening(self) -> Opening:
+        """Opens channels of the epoch, on which what others have on their devices comes to this member's."""
+        return partial(self.session.current.open, self._device)
 
     @property
     def agreement(self) -> Agreement:

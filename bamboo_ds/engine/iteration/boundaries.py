@@ -22,7 +22,9 @@ from .measures import IdleTimes
 
 @dataclass(eq=False)
 class Boundaries(InContext):
-    """Sends and receives for the bound role, and the part of it that passes act on, on the channels that are given.
+    """Sends and receives for the bound role, and the part of it that passes act on.
+
+    Instructions are given their channels: those of the epoch, or those of a rehearsal.
 
     Attributes:
         hosts: who computes the parts of every role in this iteration, by rank.
@@ -36,9 +38,8 @@ class Boundaries(InContext):
 
     def send_activations(self, channels: Channels, buffer_id: int) -> None:
         """Send the outputs of a micro-batch to the next part or stage."""
-        self._send(
-            self.binding.current.share.part.activations, buffer_id, self._channel(channels, forward=True, sends=True)
-        )
+        onwards = self._channel(channels, forward=True, sends=True)
+        self._send(self.binding.current.share.part.activations, buffer_id, onwards)
 
     def send_grads(self, channels: Channels, buffer_id: int) -> None:
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
@@ -50,15 +51,12 @@ class Boundaries(InContext):
 
     def resend_activation(self, channels: Channels, buffer_id: int) -> None:
         """Send outputs again, to the new owner of the next part or stage."""
-        self._send(
-            self.binding.current.share.part.activations, buffer_id, self._channel(channels, forward=True, sends=True)
-        )
+        self.send_activations(channels, buffer_id)
 
     def resend_grad(self, channels: Channels, buffer_id: int) -> None:
         """Send gradients again, to the new owner of the part or stage before."""
-        self._send(
-            self.binding.current.share.part.gradients, buffer_id, self._channel(channels, forward=False, sends=True)
-        )
+        before = self._channel(channels, forward=False, sends=True)
+        self._send(self.binding.current.share.part.gradients, buffer_id, before)
 
     def recv_activations(self, channels: Channels, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""

@@ -385,7 +385,7 @@ class ExactChecks(InContext):
         """The channels of the current epoch."""
         epoch = self.epoch.plan.epoch
         if self._opened is None or self._opened[0] != epoch:
-            self._opened = epoch, RehearsalChannels(self.epoch.plan, self.epoch.open)
+            self._opened = epoch, RehearsalChannels(self.epoch.plan, self.epoch.opening)
         return self._opened[1]
 
     def _send(self, channels: RehearsalChannels, role: Role, facts: Facts) -> None:
