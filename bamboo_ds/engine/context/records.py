@@ -41,7 +41,6 @@ class CurrentEpoch:
         device: that this member computes on.
 
     Attributes:
-        channel: to the agent.
         session: the data plane.
         member: this member's id.
         plan, channels: those of the epoch; there are none before :meth:`enter`.
@@ -63,7 +62,7 @@ class CurrentEpoch:
             self.device_name = f"{host} {name_on_host(device, os.environ)}"
         #: Members that compute on this member's device, itself among them.
         self.sharing = 1
-        self.channel, self.session, self.member = job.channel, job.session, job.session.member
+        self.session, self.member = job.session, job.session.member
         self._shadow_gradients = shadow_gradients
         self.begun = self.switch_due = self.copied = False
 

@@ -148,9 +148,7 @@ class BatchSupply(InContext):
             what,
         )
         if self.epoch.leads:
-            self.epoch.channel.event(
-                "iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what
-            )
+            self.job.channel.event("iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what)
 
     def skip(self, iterator: Any, count: int) -> None:
         """Draw what the others drew from their iterators in an operation that is replayed."""

@@ -85,7 +85,7 @@ class Commits(InContext):
             Isolated: only members that have joined differ, and this is one of them.
             UnsupportedError: others differ.
         """
-        joined = self.epoch.channel.joiner
+        joined = self.job.channel.joiner
         found = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
         first = {member: assigned for member, (late, assigned) in found.items() if not late}
         if not first or differing(first):

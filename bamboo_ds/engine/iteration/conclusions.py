@@ -35,7 +35,7 @@ class Conclusions(InContext):
         if not found:
             return
         self.tally.differing += len(found)
-        self.epoch.channel.event(
+        self.job.channel.event(
             "exact_mismatch",
             step=self.progress.steps,
             role=[role.pipeline, role.stage],
@@ -88,7 +88,7 @@ class Conclusions(InContext):
             f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
             f"last bit.{without} {off}"
         )
-        self.epoch.channel.event(
+        self.job.channel.event(
             "exact_checked",
             step=self.progress.steps,
             steps=steps,

@@ -92,7 +92,7 @@ class Corruption(InContext):
             "(%s): it is lost from here on",
             *(holder, copy.name, copy.role.stage, copy.role.pipeline, step, ", ".join(names) or "unknown tensors"),
         )
-        self.epoch.channel.event(
+        self.job.channel.event(
             "member_corrupt",
             step=step,
             member_id=holder,

@@ -207,7 +207,7 @@ class RedundantPasses(InContext):
         self._tell_exhausted(replica.role, dropped, reason)
 
     def _tell_exhausted(self, role: Role, dropped: int, reason: str) -> None:
-        self.epoch.channel.event(
+        self.job.channel.event(
             "redundancy_exhausted",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,

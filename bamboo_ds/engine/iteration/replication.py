@@ -164,7 +164,7 @@ class Replication(InContext):
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps
         if replica.verification.checksum == expected:
-            self.epoch.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
+            self.job.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
             return
         replica.verification.valid = False
         names = [name for name, _ in replica.named_tensors()]
@@ -172,7 +172,7 @@ class Replication(InContext):
             :_NAMED
         ]
         self.differing[replica.role] = differ
-        self.epoch.channel.event(
+        self.job.channel.event(
             "replica_mismatch",
             step=step,
             role=role,

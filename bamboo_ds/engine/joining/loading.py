@@ -138,7 +138,7 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
         CheckpointError: there is none, or earlier starts cannot be kept from writing there. Training would begin
             anew then, and its checkpoints would take the place of those that are there.
     """
-    channel = epoch.channel
+    channel = epoch.job.channel
     told, job = channel.restart_from, channel.job
     if told is None:
         return None
@@ -219,6 +219,6 @@ def silence_earlier_starts(epoch: CurrentEpoch, places: Places, folder: str) -> 
     if not (plan.generation and epoch.leads):
         return
     if places.mirror is not None:
-        places.of(folder).take_over(epoch.channel.job, plan.lineage)
+        places.of(folder).take_over(epoch.job.channel.job, plan.lineage)
     elif os.access(folder, os.W_OK, effective_ids=True):
-        take_over(Path(folder), epoch.channel.job, plan.lineage)
+        take_over(Path(folder), epoch.job.channel.job, plan.lineage)

@@ -192,7 +192,7 @@ class Training(InContext):
         plan = self.epoch.plan
         idle, lent = (None, *plan.parked), {each.rank for each in plan.lent}
         shadowed = sum(shadow not in idle and rank not in lent for rank, shadow in enumerate(plan.shadows))
-        self.epoch.channel.event(
+        self.job.channel.event(
             "step",
             epoch=plan.epoch,
             step=self.progress.steps,

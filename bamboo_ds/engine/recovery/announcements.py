@@ -115,7 +115,7 @@ class Announcements(InContext):
             (abandoned(roles, step), "the script that changes "),
         ):
             if found:
-                self.epoch.channel.need_every_rank()  # or the restart would end in the same way
+                self.job.channel.need_every_rank()  # or the restart would end in the same way
                 places = [(role.pipeline, role.stage) for role in found]
                 raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
 

@@ -197,7 +197,7 @@ class Copies(InContext):
         for role, source in sources.items():
             if role not in self.constructions:
                 self.constructions[role] = Construction(role, source, self._fetch(*source))
-                self.epoch.channel.activity.telling["copies"] = self.tell
+                self.job.channel.activity.telling["copies"] = self.tell
         within = decision.mode == "resume" and all_in_iteration(reports, step)
         if within or all_at_boundary(reports, step):
             self.binding.refresh()
@@ -235,7 +235,7 @@ class Copies(InContext):
     def _remove(self, construction: Construction) -> None:
         del self.constructions[construction.role]
         if not self.constructions:
-            self.epoch.channel.activity.telling.pop("copies", None)
+            self.job.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
         """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
@@ -311,7 +311,7 @@ class Copies(InContext):
         runtime.verification = Verification()  # its last step may have lacked the shards of others
         self._remove(construction)
         logger.info("the replica of role %s is complete", role)
-        self.epoch.channel.event(
+        self.job.channel.event(
             "replica_built",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
@@ -335,7 +335,7 @@ class Copies(InContext):
         self.iteration.measures.times.enter(self.epoch.plan.epoch)
         changed = any(runtime.layers.changes.count for runtime in self.binding.owned())
         state = WorkerState(
-            id=self.epoch.channel.member,
+            id=self.job.channel.member,
             epoch=self.epoch.plan.epoch,
             replicas=tuple(sorted(self.replicas())),
             lacked=self._lacked,
@@ -347,7 +347,7 @@ class Copies(InContext):
             outputs=self.iteration.measures.kept.outputs,
             redundant={} if self.iteration.checks.on else self.iteration.measures.kept.redundant,
         )
-        self.epoch.channel.report_state(state)
+        self.job.channel.report_state(state)
 
     def close(self) -> None:
         """End."""

@@ -152,7 +152,7 @@ class RecoveryProtocol(InContext):
         )
         progress.sequence = decision.step
         progress.steps, progress.consumed = newest.steps, newest.consumed
-        self.epoch.channel.ahead = newest.ahead
+        self.job.channel.ahead = newest.ahead
         self.adopt(newest)
 
     def adopt(self, facts: JobFacts) -> None:
@@ -218,7 +218,7 @@ class RecoveryProtocol(InContext):
             history=len(self.history),
             steps=self.progress.steps,
             iteration_s=self.iteration.measures.times.iteration_s,
-            ahead=self.epoch.channel.ahead,
+            ahead=self.job.channel.ahead,
             consumed=self.progress.consumed,
             seed=self.progress.seed,
             nonce=self.saves.nonce,

@@ -54,7 +54,7 @@ class Takeover(InContext):
             CallsDiffer: the scripts of other members have called something else.
         """
         self.recovery.operation, begin = operation, time.monotonic()
-        with self.epoch.channel.activity.at_work(), self.progress.calling(operation.call):
+        with self.job.channel.activity.at_work(), self.progress.calling(operation.call):
             self.announcements.begin_operation()
             outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
             while outcome is Outcome.INTERRUPTED:
@@ -167,7 +167,7 @@ class Takeover(InContext):
             "no member left has the iterator of rank %s%s: waiting for a worker that draws its batches", ranks, alike
         )
         supply.needs.tell(apart=supply.apart or supply.needs.apart)
-        plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
+        plan = self.job.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         raise EpochChanged(f"epoch {plan.epoch} follows")
 
     # -- between operations -------------------------------------------------------------------------------
@@ -185,7 +185,7 @@ class Takeover(InContext):
 
     def _await_plan(self, patience_s: float) -> None:
         """All copies are complete: the leader writes the plan that they were made for."""
-        self.epoch.channel.await_boundary(self.epoch.plan.epoch, patience_s)
+        self.job.channel.await_boundary(self.epoch.plan.epoch, patience_s)
         try:
             self.epoch.switch_due = self.iteration.commits.all_know_more()
         except EpochChanged as error:
@@ -209,7 +209,7 @@ class Takeover(InContext):
         self.progress.operation.recovery = None
         pause = time.monotonic() - begin
         self.progress.operation.paused += pause
-        self.epoch.channel.event(
+        self.job.channel.event(
             "reconfigured",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
@@ -223,7 +223,7 @@ class Takeover(InContext):
         self.progress.operation.recovery = None
         pause = recovery.planned + recovery.rebuilt
         self.progress.operation.paused += pause
-        self.epoch.channel.event(
+        self.job.channel.event(
             "recovered",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,

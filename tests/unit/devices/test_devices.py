@@ -257,7 +257,8 @@ def test_replicas_without_room_on_the_device_wait_until_the_next_plan(monkeypatc
     context: Any = SimpleNamespace(
         binding=binding,
         ds=SimpleNamespace(device=HOST),
-        epoch=SimpleNamespace(channel=channel, member="m0"),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(member="m0"),
         progress=SimpleNamespace(steps=4),
         settings=BambooConfig(),
         mode=RedundancyMode.AUTO,
@@ -315,15 +316,16 @@ def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
     layout = Layout(1, 2)
     plan = with_redundancy(initial_plan(["m0", "m1"]), layout, True)
     epoch = SimpleNamespace(
-        channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values})),
         plan=plan,
         member="m0",
-        transport=None,
         shadows=lambda role: True,
     )
     context: Any = SimpleNamespace(
         binding=binding,
         ds=SimpleNamespace(device=torch.device("cpu"), num_stages=2),
+        job=SimpleNamespace(
+            channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values}))
+        ),
         epoch=epoch,
         progress=SimpleNamespace(steps=7),
         settings=BambooConfig(),
@@ -360,7 +362,8 @@ def test_redundant_passes_rest_where_nothing_is_free(
     context: Any = SimpleNamespace(
         binding=SimpleNamespace(replicas=lambda: [replica]),
         ds=SimpleNamespace(device=torch.device("xpu:0")),
-        epoch=SimpleNamespace(sharing=1, channel=channel, plan=SimpleNamespace(epoch=4)),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(sharing=1, plan=SimpleNamespace(epoch=4)),
         progress=SimpleNamespace(steps=7),
         settings=BambooConfig(),
     )

@@ -383,14 +383,14 @@ class Agreement:
 def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     progress = Progress(seed=1)
     progress.script.assigned = members["m0"][1]
-    job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1)
     channel = SimpleNamespace(joiner=members["m0"][0])
+    job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1, channel=channel)
     plan = SimpleNamespace(members=("m0", "m1"), epoch=1)
-    epoch: Any = SimpleNamespace(job=job, channel=channel, plan=plan, member="m0", owns=lambda role: True)
+    epoch: Any = SimpleNamespace(job=job, plan=plan, member="m0", owns=lambda role: True)
     epoch.agreement, epoch.drain = Agreement(members, "m0"), lambda: None
     epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
-    context: Any = SimpleNamespace(epoch=epoch, progress=progress)
+    context: Any = SimpleNamespace(job=job, epoch=epoch, progress=progress)
     own: Any = SimpleNamespace(saves=nothing)
     commits = Commits(context, nothing, own, nothing, {}, ())
     if error is None:

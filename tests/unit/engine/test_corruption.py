@@ -172,7 +172,8 @@ def member_with(
     channel = SimpleNamespace(event=lambda kind, **fields: told.append({"kind": kind, **fields}))
     agreement = SimpleNamespace(all_reduce=lambda tensor: told.append({"kind": "all know"}))
     context: Any = SimpleNamespace(
-        epoch=SimpleNamespace(plan=plan, layout=plan.world, member=held_by, channel=channel, agreement=agreement),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(plan=plan, layout=plan.world, member=held_by, agreement=agreement),
         binding=SimpleNamespace(runtimes=runtimes),
         progress=SimpleNamespace(steps=4),
     )

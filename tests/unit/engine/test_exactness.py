@@ -127,11 +127,12 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     enabled = False
 
     def ends(mine: Any, device: str = "cuda", asked: bool = False, what: str = "rehearsal") -> bool:
-        epoch = SimpleNamespace(layout=Layout(1, 2), channel=SimpleNamespace(event=lambda *_, **__: None))
+        epoch = SimpleNamespace(layout=Layout(1, 2))
+        job = SimpleNamespace(channel=SimpleNamespace(event=lambda *_, **__: None))
         ds, progress = SimpleNamespace(device=torch.device(device)), SimpleNamespace(steps=1)
         redundancy = SimpleNamespace(bears=False, check_exact=3 if asked else None)
         settings = SimpleNamespace(redundancy=redundancy)
-        context: Any = SimpleNamespace(ds=ds, epoch=epoch, progress=progress, settings=settings)
+        context: Any = SimpleNamespace(ds=ds, job=job, epoch=epoch, progress=progress, settings=settings)
         checks: Any = ExactChecks(context, None, None, None)  # type: ignore[arg-type]
         try:
             checks._compare(Role(0, 1), mine, theirs, what)

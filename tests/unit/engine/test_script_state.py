@@ -77,11 +77,11 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     role = RoleReport(role=(0, 1), parts=(), reduced=True, state_only=True, changes=Changes(1, 4))
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
     told: list[str] = []
-    epoch = SimpleNamespace(
-        job=SimpleNamespace(newest_checkpoint=lambda plan: None),
+    job = SimpleNamespace(
+        newest_checkpoint=lambda plan: None,
         channel=SimpleNamespace(need_every_rank=lambda: told.append("every rank")),
     )
-    context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
+    context: Any = SimpleNamespace(job=job, epoch=SimpleNamespace(job=job), progress=Progress(seed=1))
     announcements = Announcements(context)
     progress = {Role(0, stage): undivided(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
