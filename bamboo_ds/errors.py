@@ -54,7 +54,7 @@ class UnsupportedError(ConfigError):
 class EpochChanged(BambooError, RuntimeError):
     """The current epoch ended while an operation was in flight or about to start.
 
-    Raised by every operation of the ``bamboo`` process groups and of the pipeline transport from the
+    Raised by every operation of the ``bamboo`` process groups and of channels from the
     moment on that the epoch is aborted, until the next one is attached. ``train_batch``, ``eval_batch``
     and ``save_checkpoint`` absorb it.
     """

@@ -1,4 +1,4 @@
-"""Messages between two processes of one host: the transport beside a plain pair of TCP sockets and stock gloo.
+"""Messages between two processes of one host: channels beside a plain pair of TCP sockets and stock gloo.
 
 Ratios of one run: bandwidth of large tensors, round trips of tiny ones, and processor seconds per GB. See ``--help``.
 """
@@ -23,7 +23,7 @@ from rich.table import Table
 from torch import distributed as dist
 
 from bamboo_ds.comm.session import Session
-from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.devices.accelerators import HOST
 from bamboo_ds.topology import Plan
 
 ADDRESS = "127.0.0.1"
@@ -61,24 +61,24 @@ def gloo(own: int, here: Connection) -> tuple[Send, Receive]:
     return lambda tensor: dist.send(tensor, 1 - own), lambda tensor: dist.recv(tensor, 1 - own)
 
 
-def transport(own: int, here: Connection, hosts: tuple[str, str]) -> tuple[Send, Receive]:
+def channels(own: int, here: Connection, hosts: tuple[str, str]) -> tuple[Send, Receive]:
     """The project's; members share memory if their hosts have one name."""
     session = Session(NAMES[own], ADDRESS, timedelta(seconds=60), lambda member, reason: None, host=hosts[own])
     here.send(session.place)
     places = (session.place, here.recv()) if own == 0 else (here.recv(), session.place)
     session.attach(Plan(epoch=1, owners=NAMES, members=NAMES, places=places))
     session.meet()
-    out, back = (Lane(tag, NAMES[tag], NAMES[1 - tag], str(tag)) for tag in (own, 1 - own))
-    streams, sent, got = Transport.open(session, [out, back]), iter(range(1 << 30)), iter(range(1 << 30))
-    return lambda tensor: streams.send(out, next(sent), tensor), lambda tensor: streams.recv(back, next(got))
+    out, back = (session.current.open(HOST, NAMES[at], NAMES[at], NAMES[1 - at]) for at in (own, 1 - own))
+    sent, got = iter(range(1 << 30)), iter(range(1 << 30))
+    return lambda tensor: out.send(next(sent), tensor), lambda tensor: back.recv(next(got))
 
 
-STREAM, MEMORY = "transport, stream", "transport, shared memory"
+STREAM, MEMORY = "channels, stream", "channels, shared memory"
 WAYS = {
     "plain TCP": plain,
     "gloo": gloo,
-    STREAM: partial(transport, hosts=("one", "other")),
-    MEMORY: partial(transport, hosts=("one", "one")),
+    STREAM: partial(channels, hosts=("one", "other")),
+    MEMORY: partial(channels, hosts=("one", "one")),
 }
 
 

@@ -20,6 +20,7 @@ from typing import Protocol
 from ..devices.staging import Copy
 from . import sockets, wire
 from .carriers.sharing import Sharing
+from .wire.payloads import WireTensor, view
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +48,7 @@ class Traffic(Protocol):
     def opened(self, connection: Connection) -> None:
         """Both ends have proven who they are."""
 
-    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
         """A frame has arrived, with its key and what it carries."""
 
     def closed(self, connection: Connection, reason: str | None) -> None:
@@ -386,7 +387,7 @@ class Connection:
             yield memoryview(extension)
             meta = bytes(extension)
         key, tensors = wire.decode_meta(head, meta)
-        for segment in wire.segments([wire.view(tensor.data) for tensor in tensors]):
+        for segment in wire.segments([view(tensor.data) for tensor in tensors]):
             yield mark
             while mark == wire.BETWEEN and not between:
                 yield from self._frame(block, mark, between=True)
@@ -404,7 +405,7 @@ class Connection:
             self._budget -= _size(segment)
         return left
 
-    def _take(self, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def _take(self, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
         if head.kind != wire.SHARE:
             self.traffic.receive(self, head, key, tensors)
         elif (answer := self.sharing.hear(head.sequence, key)) is not None:

@@ -6,8 +6,12 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 
+import torch
+
 from ..errors import EpochChanged
 from ..topology import Plan
+from .agreement import Agreement
+from .channel import Channel
 from .groups import Groups
 from .hub import Hub
 from .keyvalue import StoreHost, TorchStore
@@ -36,7 +40,8 @@ class Epoch:
     Attributes:
         number: the plan's.
         life: whether it goes on, and its end.
-        links: this member's messages to the others and theirs, from :meth:`Links.enter` on.
+        links: this member's messages to the others and theirs.
+        agreement: what all members do together.
         receives: those posted on ``links``.
         groups: torch's groups that run its collectives.
     """
@@ -58,12 +63,20 @@ class Epoch:
         self.timeout = timeout
         self.number = plan.epoch
         self.life = Lifetime(plan.epoch, on_peer_failure, self._explain)
-        self.links = Links(self.life, hub, plan.members, member, plan.places, timeout, stand, awaited, tell_after_s)
+        self.links = Links(self.life, hub, plan.members, member, plan.places, stand)
+        self.agreement = Agreement(self.links, plan.members, timeout, awaited, tell_after_s)
         self.receives = Receives(self.links)
         self.reached_at = StoreHost(self.links).reached_at
-        self.groups = Groups(self.links, self.store, member, address, timeout)
-        self._transports = 0
+        self.groups = Groups(self.links, self.agreement.meet, self.store, member, address, timeout)
+        self._members = frozenset(plan.members)
+        self._channels: dict[str, Channel] = {}
+        self._concluded = False
         self._meetings: Counter[str] = Counter()
+
+    def enter(self) -> None:
+        """Take part in it; waits for nobody."""
+        self.links.enter()
+        self.agreement.enter()
 
     @property
     def waiting(self) -> bool:
@@ -74,16 +87,42 @@ class Epoch:
         """The keys with ``prefix`` that ``host`` keeps in this epoch."""
         return TorchStore(self.reached_at(host), prefix, self.timeout)
 
-    def next_transport(self) -> int:
-        """Number of the transport that is being opened; equal on all members, as they open them in one order."""
-        self._transports += 1
-        return self._transports
+    def open(
+        self,
+        device: torch.device,
+        name: str,
+        source: str,
+        destination: str,
+        newest: int | None = None,
+        yields: bool = False,
+    ) -> Channel:
+        """Open a channel, see there. Local: members connect when they first have something to send, and what arrived
+        before is not lost.
+
+        Raises:
+            ValueError: the name is used twice, or an end is no member of the epoch.
+        """
+        if name in self._channels:
+            raise ValueError(f"channel {name} is open already")
+        for end in (source, destination):
+            if end not in self._members:
+                raise ValueError(f"channel {name}: {end} is no member of epoch {self.number}")
+        channel = self._channels[name] = Channel(self.links, device, name, source, destination, newest, yields)
+        return channel
+
+    def drain(self) -> None:
+        """Wait until all messages that this member has sent are in the memory of the receiving processes.
+
+        Raises:
+            EpochChanged, PeerLost: the epoch has ended, or any of them can no longer be delivered.
+        """
+        self.links.flush()
 
     def meet(self, operation: str, group: str, members: Sequence[str], timeout: timedelta) -> None:
-        """Wait until ``members`` have met, as :meth:`Links.meet`. They meet in one order in a ``group``."""
+        """Wait until ``members`` have met, see :class:`.agreement.Agreement`. They meet in one order in a ``group``."""
         self._meetings[group] += 1
         key = f"meeting/{group}/{self._meetings[group]}".encode()
-        self.links.meet(operation, key, members, timeout, flat=True)
+        self.agreement.meet(operation, key, members, timeout, flat=True)
 
     def _explain(self, host: str | None, port: int | None) -> EpochChanged | None:
         """Why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
@@ -93,6 +132,28 @@ class Epoch:
         """
         member = self.groups.member_at(host, port)
         return self.links.await_failure(self.plan.members if member is None else [member], _PROBE)
+
+    def conclude(self) -> None:
+        """Make an end of the channels: after an abort, or as a clean end of the epoch. Idempotent.
+
+        A clean end is collective: it waits (abortably) until all messages are delivered and all members conclude. If a
+        connection failed before, the epoch is aborted instead. The connections go on.
+
+        Raises:
+            EpochChanged, PeerLost: a clean end was interrupted; nothing is left in the channels nevertheless.
+        """
+        if self._concluded:
+            return
+        self._concluded = True
+        try:
+            if any(self.links.failure(member) is not None for member in self.plan.members):
+                self.life.abort("it is to be concluded after a failure")
+            if self.life.aborted is None:
+                self.links.flush()
+                self.agreement.barrier("conclude")
+        finally:
+            for channel in self._channels.values():
+                channel.clear()
 
     def destroy(self) -> None:
         """Release groups and messages. Called by the main thread, which is in no operation of this epoch."""

@@ -41,6 +41,7 @@ class Groups:
 
     Args:
         links: the epoch's.
+        meet: waits until members meet at a key, see :meth:`.agreement.Agreement.meet`.
         store: gives the keys with a prefix that a member keeps in the epoch.
         member: this member.
         address: the advertised address.
@@ -51,10 +52,16 @@ class Groups:
     """
 
     def __init__(
-        self, links: Links, store: Callable[[str, str], TorchStore], member: str, address: str, timeout: timedelta
+        self,
+        links: Links,
+        meet: Callable[[str, bytes, Sequence[str], timedelta], None],
+        store: Callable[[str, str], TorchStore],
+        member: str,
+        address: str,
+        timeout: timedelta,
     ) -> None:
         self.works: weakref.WeakSet[BambooWork] = weakref.WeakSet()
-        self._links, self._life, self._store = links, links.life, store
+        self._links, self._life, self._meet, self._store = links, links.life, meet, store
         self._member, self._address, self._timeout = member, address, timeout
         self._building = threading.RLock()
         self._groups: dict[tuple[str, str, tuple[str, ...]], Any] = {}
@@ -110,7 +117,7 @@ class Groups:
         try:
             with self._life.calling(what):
                 if kind in BEHIND:
-                    self._links.meet(what, name.encode(), members, timeout)
+                    self._meet(what, name.encode(), members, timeout)
                 if kind == GLOO:
                     self._open_device(store, members, timeout)
                     self._connecting_pairs = range(self._pairs, self._pairs + size)

@@ -30,6 +30,7 @@ from .connection import Connection, Ended, Traffic
 from .handshake import Door, Handshake, calling, hosting
 from .loop import SocketLoop
 from .places import Listener, Place
+from .wire.payloads import PeerMessage, WireTensor
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ class Receiver(Protocol):
 
     number: int
 
-    def deliver(self, key: bytes, message: wire.PeerMessage) -> None:
+    def deliver(self, key: bytes, message: PeerMessage) -> None:
         """A message has arrived."""
 
     def left(self, member: str, over: bool) -> None:
@@ -93,7 +94,7 @@ class Hub:
         self.place = str(listener.place)
         self._connections: dict[tuple[str, str], list[Connection]] = {}  # by purpose and member
         self._receiver: Receiver | None = None
-        self._early: dict[int, list[tuple[bytes, wire.PeerMessage]]] = defaultdict(list)
+        self._early: dict[int, list[tuple[bytes, PeerMessage]]] = defaultdict(list)
         self._left: dict[str, int] = {}  # the newest epoch that each member has left
         self._watching = threading.Lock()
         self._loop = SocketLoop()
@@ -323,7 +324,7 @@ class Hub:
         if reason is not None and receiver is not None:
             receiver.failed(connection.member, reason)
 
-    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
         """See :class:`.connection.Traffic`."""
         if head.kind == wire.FLUSH:
             connection.send(wire.EVERY, wire.control(wire.ACK, head.sequence, head.epoch))  # also when it is left
@@ -335,7 +336,7 @@ class Hub:
             elif head.kind == wire.LEFT:
                 self._left[member] = max(head.epoch, self._left.get(member, 0))
             else:
-                message = wire.PeerMessage(member, head.sequence, head.structure, tensors, time.monotonic())
+                message = PeerMessage(member, head.sequence, head.structure, tensors, time.monotonic())
                 if receiver is None or head.epoch > receiver.number:
                     self._early[head.epoch].append((key, message))
                 elif head.epoch == receiver.number:

@@ -13,9 +13,9 @@ from datetime import timedelta
 from typing import Any, Protocol
 
 from ..errors import EpochChanged
-from . import wire
 from .c10d import dist
 from .links import Links
+from .wire.payloads import PeerMessage, read, written
 
 _ASK, _ANSWER = b"store/ask", b"store/answer"
 
@@ -101,24 +101,18 @@ class StoreHost:
             return self._answers.pop(number)
 
     def _send(self, key: bytes, member: str, number: int, value: Any) -> None:
-        data = wire.written(value)
         if member == self._links.member:
-            self._links.deliver(key, self._links.message(number, *wire.copied_tensors(data)))
+            self._links.keep(key, number, written(value))
         else:
-            self._links.send(member, key, number, data)
+            self._links.send(member, key, number, written(value))
 
-    def _serve(self, asked: wire.PeerMessage) -> None:
-        for member, number, value in self._values.ask(asked.source, asked.sequence, _json(asked)):
+    def _serve(self, asked: PeerMessage) -> None:
+        for member, number, value in self._values.ask(asked.source, asked.sequence, read(asked.payload())):
             with suppress(EpochChanged):  # it has gone meanwhile
                 self._send(_ANSWER, member, number, value)
 
-    def _note(self, answer: wire.PeerMessage) -> None:
-        self._answers[answer.sequence] = _json(answer)
-
-
-def _json(message: wire.PeerMessage) -> Any:
-    (data,) = message.tensors
-    return wire.read(data.data)
+    def _note(self, answer: PeerMessage) -> None:
+        self._answers[answer.sequence] = read(answer.payload())
 
 
 class TorchStore(dist.Store):  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""One epoch of this member: the messages that go and arrive in it, and what its members do all together.
+"""One epoch of this member: the messages that go and arrive in it.
 
 Sends are eager: a message is out when the kernel has taken it. What arrives is sorted by key.
 """
@@ -16,17 +16,14 @@ from functools import partial
 from typing import NamedTuple
 
 from ..devices.staging import Copy, StreamMark
-from ..errors import EpochChanged, NotMet, PeerLost, ProtocolError
+from ..errors import EpochChanged, PeerLost, ProtocolError
 from . import wire
 from .connection import Connection
 from .hub import Hub
 from .lifetime import Lifetime
 from .standing import ASK_AFTER_S, Stand, Standings
-from .tree import Tree
-from .wire import PeerMessage
+from .wire.payloads import Payload, PeerMessage, Staged, copied
 
-#: What a member tells those who might wait for it as it enters the epoch.
-_ENTERED = b"entered"
 #: What a message raises that is not of the form that its service reads.
 _NONSENSE = (ValueError, TypeError, LookupError, AttributeError, RecursionError)
 
@@ -54,15 +51,13 @@ class Links:
         hub: this worker's connections.
         members: all of the epoch, in the plan's order, and ``member``: this one.
         places: where each is reached.
-        timeout: for all to come to what they do together first; ``None``: any.
         stand: tells where this member's script is; see :class:`.standing.Standings`.
-        awaited: called with members that have not entered the epoch, and for how many seconds they have been waited
-            for: after ``tell_after_s``, then after twice as long each time.
 
     Attributes:
         life: the epoch's, and its number.
         member: this one.
         changed: the hub's.
+        heard: members of which something has arrived in the epoch.
         waiting: how many threads wait, guarded by ``changed``.
         services: by key, what takes messages instead of the inbox.
     """
@@ -74,35 +69,26 @@ class Links:
         members: Sequence[str],
         member: str,
         places: Sequence[str],
-        timeout: timedelta | None = None,
         stand: Callable[[], Stand | None] = lambda: None,
-        awaited: Callable[[Sequence[str], float], None] = lambda members, seconds: None,
-        tell_after_s: float = math.inf,
     ) -> None:
         self.life, self.number = life, life.number
         self.changed: threading.Condition = hub.changed
         self.waiting = 0
         self._hub, self._members, self.member = hub, members, member
         self._places = {**dict.fromkeys(members, ""), **dict(zip(members, places, strict=False))}
-        self._timeout, self._awaited, self._tell_after_s = timeout, awaited, tell_after_s
-        self._tree = Tree(members, member)
         self._failures: dict[str, EpochChanged] = {}
-        self._heard: set[str] = set()  # those that have entered the epoch
+        self.heard: set[str] = set()
         self._inbox: dict[bytes, deque[PeerMessage]] = {}
-        self._rounds = 0
         self._standings = Standings(stand)
         life.call_on_abort(self._leave)
         self.services: dict[bytes, Service] = {
-            _ENTERED: self._welcome,
             Standings.ASK: self._answer,
             Standings.ANSWER: self._hear,
         }
 
     def enter(self) -> None:
-        """Have what arrives for this epoch from now on, and tell the tree's parent, which waits for this member."""
+        """Have what arrives for this epoch from now on."""
         self._hub.enter(self, self._members)
-        if self._tree.parent is not None:
-            self.send(self._tree.parent, _ENTERED, 0, None)
 
     # -- messages ----------------------------------------------------------------------------------------
     def deliver(self, key: bytes, message: PeerMessage) -> None:
@@ -110,7 +96,7 @@ class Links:
         if self.life.aborted is not None:
             return
         with self.changed:
-            self._heard.add(message.source)
+            self.heard.add(message.source)
             service = self.services.get(key)
             if service is not None:
                 try:
@@ -147,9 +133,13 @@ class Links:
             self.changed.notify_all()
         self._hub.leave(self.number, not self.life.orderly)
 
-    def message(self, sequence: int, structure: int, tensors: list[wire.WireTensor]) -> PeerMessage:
-        """A message of this member to itself, for :meth:`deliver`."""
-        return PeerMessage(self.member, sequence, structure, tensors, time.monotonic())
+    def keep(self, key: bytes, sequence: int, payload: Payload | Staged) -> None:
+        """Deliver a message of this member to itself, with a copy of ``payload``."""
+        self.deliver(key, PeerMessage(self.member, sequence, *copied(payload), arrival=time.monotonic()))
+
+    def drop(self, key: bytes) -> None:
+        """Nothing more comes for ``key``. Hold :attr:`changed`."""
+        del self._inbox[key]
 
     def inbox(self, key: bytes, newest: int | None = None) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first, at most the ``newest``. Hold :attr:`changed` to look or take."""
@@ -158,9 +148,7 @@ class Links:
             found = self._inbox[key] = deque(found, newest)
         return found
 
-    def send(
-        self, member: str, key: bytes, sequence: int, payload: wire.Payload | wire.Staged, yields: bool = False
-    ) -> Ticket:
+    def send(self, member: str, key: bytes, sequence: int, payload: Payload | Staged, yields: bool = False) -> Ticket:
         """Send a message to another member; returns at once.
 
         Args:
@@ -170,7 +158,7 @@ class Links:
             EpochChanged, PeerLost: the epoch, or the connection, has ended.
             TypeError: ``payload`` cannot be sent.
         """
-        copy = payload.copy if isinstance(payload, wire.Staged) else None
+        copy = payload.copy if isinstance(payload, Staged) else None
         return self._send(member, wire.encode(key, sequence, payload, self.number), copy, yields)
 
     def _send(self, member: str, frame: wire.Segments, copy: Copy | None = None, yields: bool = False) -> Ticket:
@@ -263,24 +251,21 @@ class Links:
         while not self._hub.wait_for(over, members, min(left, pause)) and left > pause:
             left, pause = left - pause, 2 * pause
             for member in members:
-                self._tell(Standings.ASK, member, self._standings.tell())
+                self.tell(Standings.ASK, member, self._standings.tell())
 
-    def _tell(self, key: bytes, member: str, payload: wire.Payload) -> None:
+    def tell(self, key: bytes, member: str, payload: Payload) -> None:
+        """Send a message, unless that is not possible any more."""
         with suppress(EpochChanged):  # found by the wait itself
             self.send(member, key, 0, payload)
 
-    def _welcome(self, entered: PeerMessage) -> None:
-        """Children in the tree, whom their parent tells nothing else for now, know thereby that it has entered, too."""
-        if entered.source in self._tree.children:
-            self._tell(_ENTERED, entered.source, None)
-
     def _answer(self, asking: PeerMessage) -> None:
-        self._tell(Standings.ANSWER, asking.source, self._standings.tell())
+        self.tell(Standings.ANSWER, asking.source, self._standings.tell())
         self._hear(asking)
 
     def _hear(self, told: PeerMessage) -> None:
-        if told.tensors:
-            self._standings.hear(told.tensors[0].data)
+        standing = told.payload()
+        if standing is not None:
+            self._standings.hear(standing)
 
     def flush(self) -> None:
         """Wait until every member has read everything that was sent to it.
@@ -303,102 +288,6 @@ class Links:
             for member, connection, number in unsure:
                 self.wait("flush", partial(connection.has_confirmed, number), [member])
 
-    # -- all together ------------------------------------------------------------------------------------
-    def all_gather(
-        self, operation: str, payload: wire.Payload, merge: Callable[[list[wire.Payload]], wire.Payload]
-    ) -> wire.Payload:
-        """What all members' ``payload`` are together, equal on all. Collective.
-
-        The members are a tree: each merges its own with those of its children, and passes that on.
-
-        Args:
-            merge: of payloads, in the plan's order of whom they come from first.
-
-        Raises:
-            EpochChanged, PeerLost: the epoch ended, or a member is gone.
-            NotMet: somebody has not come to the first time.
-        """
-        self._rounds += 1
-        timeout = self._timeout if self._rounds == 1 else None
-        return self._combine(operation, f"round/{self._rounds}".encode(), self._tree, payload, merge, timeout)
-
-    def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta, flat: bool = False) -> None:
-        """Wait until ``members`` meet at ``key``, which is used once in an epoch.
-
-        Args:
-            members: this one and others, in an order that is equal on all.
-            flat: the first one hears of all itself, and so can say who has not come.
-
-        Raises:
-            EpochChanged, PeerLost: the epoch ended, or one of ``members`` is gone and had not come.
-            NotMet: some of them have not come within the timeout.
-        """
-        tree = Tree(members, self.member, len(members) if flat else None)
-        self._combine(operation, key, tree, None, lambda _: None, timeout)
-
-    def _combine(
-        self,
-        operation: str,
-        key: bytes,
-        tree: Tree,
-        payload: wire.Payload,
-        merge: Callable[[list[wire.Payload]], wire.Payload],
-        timeout: timedelta | None,
-    ) -> wire.Payload:
-        up, down = key + b"/up", key + b"/down"
-        deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
-        if tree.children:
-            found = self._collect(operation, up, tree, tree.children, deadline, timeout)
-            payload = merge([payload, *found])
-        if tree.parent is not None:
-            self.send(tree.parent, up, 0, payload)
-            (payload,) = self._collect(operation, down, tree, [tree.parent], deadline, timeout)
-        for child in tree.children:
-            self.send(child, down, 0, payload)
-        return payload
-
-    def _collect(
-        self,
-        operation: str,
-        key: bytes,
-        tree: Tree,
-        members: Sequence[str],
-        deadline: float | None,
-        timeout: timedelta | None,
-    ) -> list[wire.Payload]:
-        """What each of ``members``, neighbours in ``tree``, sends for ``key``, in their order."""
-        with self.changed:
-            inbox = self.inbox(key)
-            for member in members:
-                missing = self._await_from(operation, inbox, member, members, deadline)
-                if missing:
-                    who = ", ".join(tree.told(each) for each in missing)
-                    raise NotMet(f"Timed out waiting {timeout} in {operation} for {who}", missing)
-            found = {message.source: message for message in inbox}
-            del self._inbox[key]
-        return [found[member].payload() for member in members]
-
-    def _await_from(
-        self, operation: str, inbox: deque[PeerMessage], member: str, members: Sequence[str], deadline: float | None
-    ) -> list[str]:
-        """Wait for ``member``'s message; those of ``members`` that have sent none, if it does not come in time.
-
-        Tells, more and more rarely, who of them has not even entered the epoch.
-        """
-        begin, pause, ready = time.monotonic(), self._tell_after_s, partial(_has_from, inbox, member)
-        while True:
-            left = math.inf if deadline is None else max(0.0, deadline - time.monotonic())
-            seconds = left if member in self._heard else min(left, pause)
-            limit = None if math.isinf(seconds) else timedelta(seconds=seconds)
-            if self.wait(operation, ready, [member], limit):
-                return []
-            if seconds == left:
-                return [other for other in members if not _has_from(inbox, other)]
-            absent = [other for other in members if other not in self._heard]
-            if absent:
-                self._awaited(absent, time.monotonic() - begin)
-            pause *= 2
-
     # -- end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
         """Forget what has arrived; the epoch has been aborted."""
@@ -411,7 +300,3 @@ def _again(failure: EpochChanged) -> EpochChanged:
     again = PeerLost(str(failure), failure.member) if isinstance(failure, PeerLost) else EpochChanged(str(failure))
     again.__cause__ = failure
     return again
-
-
-def _has_from(inbox: Iterable[PeerMessage], member: str) -> bool:
-    return any(message.source == member for message in inbox)

@@ -12,9 +12,8 @@ import torch
 
 from ..bare import bare
 from ..errors import UnsupportedError
-from . import wire
 from .links import Links, Ticket
-from .wire import PeerMessage
+from .wire.payloads import PeerMessage, WireTensor
 from .work import NO_TIMEOUT, CompletedWork
 
 
@@ -169,7 +168,7 @@ class RecvWork(CompletedWork):
         raise RuntimeError("a receive has no future")
 
 
-def put(tensor: torch.Tensor, sent: wire.WireTensor, source: int) -> None:
+def put(tensor: torch.Tensor, sent: WireTensor, source: int) -> None:
     """Copy into ``tensor`` what rank ``source`` has ``sent``; raises ``RuntimeError`` if it is of another size."""
     plain = bare(tensor)
     size = plain.numel() * plain.element_size()
@@ -197,6 +196,5 @@ def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:
 
 def deliver_here(links: Links, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
     """Send to another role of the same member."""
-    structure, tensors = wire.copied_tensors(tensor)
-    links.deliver(key, links.message(source, structure, tensors))
+    links.keep(key, source, tensor)
     return CompletedWork([tensor])

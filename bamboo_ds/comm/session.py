@@ -181,7 +181,7 @@ class Session:
         if over:
             epoch.life.abort(self.attachment.reason)
         epoch.life.check("attaching")
-        epoch.links.enter()
+        epoch.enter()
 
     @property
     def aborts_are_through(self) -> bool:
@@ -195,7 +195,7 @@ class Session:
             EpochChanged, PeerLost: the epoch has ended, or a member is gone.
             NotMet: somebody has not come within the session's timeout.
         """
-        self.current.links.all_gather("attaching", None, lambda _: None)
+        self.current.agreement.barrier("attaching")
 
     def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
         """End the current epoch; callable from any thread (not from a signal handler), any number of times.
@@ -218,6 +218,11 @@ class Session:
                 return
         target.life.abort(reason, orderly=orderly)
 
+    def conclude(self) -> None:
+        """Make an end of the newest epoch's channels, see :meth:`.epoch.Epoch.conclude`."""
+        if self._epoch is not None:
+            self._epoch.conclude()
+
     def _leave(self, epoch: Epoch) -> None:
         if epoch not in self._left:
             self._left = [each for each in self._left if not each.groups.released(0)]
@@ -236,7 +241,7 @@ class Session:
     def close(self, grace_s: float = CLOSE_S) -> None:
         """End cleanly: destroy all inner groups, connections and threads; abort what is still in flight. Idempotent.
 
-        For a clean end let all members meet (``Transport.close``, or a barrier) first. Every later operation
+        For a clean end let all members meet (:meth:`conclude`, or a barrier) first. Every later operation
         raises ``EpochChanged``.
 
         Args:

@@ -11,10 +11,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 
-import torch
-
 from ..errors import CallsDiffer
-from . import wire
+from .wire.payloads import Payload, read, written
 
 #: What a script's end is called as an operation.
 END = "end"
@@ -86,17 +84,17 @@ class Standings:
         self._own = own
         self.difference: str | None = None
 
-    def tell(self) -> torch.Tensor | None:
+    def tell(self) -> Payload:
         """Where this member's script is, as a message's payload."""
         own = self._own()
-        return None if own is None else wire.written(asdict(own))
+        return None if own is None else written(asdict(own))
 
-    def hear(self, told: torch.Tensor) -> None:
+    def hear(self, told: Payload) -> None:
         """Learn where another member's is, by what it tells. From any thread."""
         own = self._own()
         if own is None:
             return
-        other = Stand(**wire.read(told))
+        other = Stand(**read(told))
         if differ(own, other):
             self.difference = f"{other.words()}, while {own.words()}"
 

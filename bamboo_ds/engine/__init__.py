@@ -11,14 +11,14 @@ may use those below it (``pyproject.toml`` has the contract), and its docstring 
     joining        the calls of a script that is behind its job, replayed
                    |
     recovery       takeover: attempts an operation, recovers, attempts it again, finishes it
-                   |  protocol: one recovery (plan, lanes, roles, reports, decision)
+                   |  protocol: one recovery (plan, channels, roles, reports, decision)
                    v
     iteration      the instructions of an operation: passes, boundaries, reduction, replication, commit, step
                    |
     data           micro-batches      checkpoints  what a member contributes to them
     replicas       further roles      script       what scripts change
                    |
-    context        the epoch (plan, lanes, transport), the job's progress and history, signs of life, timelines
+    context        the epoch (plan, channels, agreement), the job's progress and history, signs of life, timelines
     stage          one stage on this member: what DeepSpeed's methods compute
 
 All parts belong to the main thread.

@@ -31,6 +31,7 @@ from ..stages import built
 from ..state.checkpoints import is_own
 from ..supported import check_config, check_schedule, layout_of
 from ..worker.job import current_job
+from .context.channels import Channels
 from .iteration.parts import IterationParts
 from .parts import Parts, parts_of
 from .replicas.refusals import check_hooks, check_layers, check_named_optimizer, check_optimizer, check_optimizer_hooks
@@ -44,8 +45,17 @@ from .starting import start
 def _by(find: Callable[[IterationParts], Callable[..., None]]) -> Callable[..., None]:
     """An instruction's handler: the method that ``find`` gives, with the instruction's arguments."""
 
-    def execute(engine: BambooPipelineEngine, **arguments: Any) -> None:
+    def execute(engine: BambooPipelineEngine, channels: Channels, **arguments: Any) -> None:
         find(engine._parts.iteration)(**arguments)
+
+    return execute
+
+
+def _over(find: Callable[[IterationParts], Callable[..., None]]) -> Callable[..., None]:
+    """The same, where the method is given the channels: those of the epoch, or of a rehearsal."""
+
+    def execute(engine: BambooPipelineEngine, channels: Channels, **arguments: Any) -> None:
+        find(engine._parts.iteration)(channels, **arguments)
 
     return execute
 
@@ -231,17 +241,17 @@ class BambooPipelineEngine(PipelineEngine):  # type: ignore[misc]  # DeepSpeed i
         stock.LoadMicroBatch: _by(lambda iteration: iteration.passes.load),
         stock.ForwardPass: _by(lambda iteration: iteration.passes.forward),
         stock.BackwardPass: _by(lambda iteration: iteration.passes.backward),
-        stock.SendActivation: _by(lambda iteration: iteration.boundaries.send_activations),
-        stock.RecvActivation: _by(lambda iteration: iteration.boundaries.recv_activations),
-        stock.SendGrad: _by(lambda iteration: iteration.boundaries.send_grads),
-        stock.RecvGrad: _by(lambda iteration: iteration.boundaries.recv_grads),
+        stock.SendActivation: _over(lambda iteration: iteration.boundaries.send_activations),
+        stock.RecvActivation: _over(lambda iteration: iteration.boundaries.recv_activations),
+        stock.SendGrad: _over(lambda iteration: iteration.boundaries.send_grads),
+        stock.RecvGrad: _over(lambda iteration: iteration.boundaries.recv_grads),
         stock.ReduceTiedGrads: _by(lambda iteration: iteration.reduction.reduce_tied),
         stock.ReduceGrads: _by(lambda iteration: iteration.reduction.reduce),
         stock.OptimizerStep: _by(lambda iteration: iteration.steps.step_owned),
         schedule.UseRole: _by(lambda iteration: iteration.passes.use_role),
-        schedule.FillBubble: _by(lambda iteration: iteration.redundant.fill_bubble),
-        schedule.ResendActivation: _by(lambda iteration: iteration.boundaries.resend_activation),
-        schedule.ResendGrad: _by(lambda iteration: iteration.boundaries.resend_grad),
+        schedule.FillBubble: _over(lambda iteration: iteration.redundant.fill_bubble),
+        schedule.ResendActivation: _over(lambda iteration: iteration.boundaries.resend_activation),
+        schedule.ResendGrad: _over(lambda iteration: iteration.boundaries.resend_grad),
         schedule.SendChanges: _by(lambda iteration: iteration.division.send_changes),
         schedule.RecvChanges: _by(lambda iteration: iteration.division.receive_changes),
         schedule.SendPart: _by(lambda iteration: iteration.division.send_part),

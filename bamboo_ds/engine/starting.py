@@ -90,7 +90,7 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         flags=parts.flags,
         device=parts.epoch.device_name,
     )
-    told = parts.epoch.transport.exchange(mine.model_dump_json())
+    told = parts.epoch.agreement.exchange(mine.model_dump_json())
     reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
     leads = plan.owners[0]
     agreed = reports[leads]

@@ -161,9 +161,7 @@ class Recovered(EventBase):
         ge=0, description="from the agent's notice of the worker's end to the leader's; null where unknown"
     )
     plan_seconds: float | None = Field(
-        ge=0,
-        description="from the notice of the loss on this member to the new plan, and the wait for a worker that draws "
-        "batches which no member left can draw; null where unknown",
+        ge=0, description="from its notice here to the plan, and one in which its batches are drawn; null where unknown"
     )
     rebuild_seconds: float = Field(ge=0, description="from the plan to rebuilt groups and agreed progress")
     redo_seconds: float = Field(

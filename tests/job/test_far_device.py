@@ -105,14 +105,14 @@ def test_threads_that_wait_for_the_device_sleep() -> None:
     on_the_device(
         """
 import threading
-from bamboo_ds.comm import wire
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.devices import staging
 from bamboo_ds.devices.streams import use_accelerator
 from deepspeed.accelerator import get_accelerator
 use_accelerator()
 found = staging.current()
 sent = torch.arange(1 << 22, dtype=torch.int32, device="far")
-payload = wire.staged((sent, torch.ones(5), sent[:7]))
+payload = payloads.staged((sent, torch.ones(5), sent[:7]))
 assert len(payload.copy.marks) == 9
 waiter, done = staging.Waiter(), threading.Event()
 for mark in payload.copy.marks:

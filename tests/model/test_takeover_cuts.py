@@ -19,11 +19,10 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.engine.context import records
+from bamboo_ds.engine.context.channels import BATCH_PARTS
 from bamboo_ds.engine.context.history import History
-from bamboo_ds.engine.context.lanes import BATCH_PARTS
 from bamboo_ds.engine.data.supply import BatchSupply
-from bamboo_ds.engine.iteration import exactness, reduction
+from bamboo_ds.engine.iteration import reduction
 from bamboo_ds.engine.iteration.boundaries import Boundaries
 from bamboo_ds.engine.iteration.replication import Replication
 from bamboo_ds.engine.joining import replay
@@ -36,7 +35,7 @@ from bamboo_ds.topology import Role, takeover
 from bamboo_ds.topology import ends as ends_of
 from bamboo_ds.worker import plan_changes
 from tests.support.simulated_engine import RUNS, Cut, Member, Spec, World, finite, same, state_of
-from tests.support.simulated_network import SimulatedTransport
+from tests.support.simulated_network import SimulatedChannel
 
 pytestmark = pytest.mark.claim(
     "README.md",
@@ -71,8 +70,6 @@ def simulated(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Members of a job are threads of this process."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    for each in (records, exactness):
-        monkeypatch.setattr(each, "Transport", SimulatedTransport)
     monkeypatch.setattr(replay, "time", SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None))
     groups = SimpleNamespace(all_reduce=lambda tensor, group: group.all_reduce(tensor))
     for module in (reduction, shares):
@@ -340,19 +337,18 @@ def test_losses_after_parameters_were_frozen() -> None:
 
 def test_gradients_for_shadows_that_come_later_than_sums(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of passes that the sums have made needless, at the moment when the first ones have just been dropped."""
-    discard, late = SimulatedTransport.discard, [0]
+    discard, late = SimulatedChannel.discard, [0]
 
-    def while_others_come(self: SimulatedTransport, lane: Any, below: int) -> bool:
-        left = discard(self, lane, below)
-        way = self._mine.plan.epoch, lane.source, lane.destination
-        coming = self._network._flying.get(way, ())
-        if not left and any(key == self._key(lane) and number < below for key, number, _ in coming):
-            while not self._mine.inboxes[self._key(lane)]:
-                self._network._deliver(*way)
+    def while_others_come(self: SimulatedChannel, below: int) -> bool:
+        left, network = discard(self, below), self._mine.network
+        way = self._mine.plan.epoch, self.source, self.destination
+        if not left and any(key == self.name and number < below for key, number, _ in network._flying.get(way, ())):
+            while not self.ready():
+                network._deliver(*way)
             late[0] += 1
         return left
 
-    monkeypatch.setattr(SimulatedTransport, "discard", while_others_come)
+    monkeypatch.setattr(SimulatedChannel, "discard", while_others_come)
     spec = Spec(mode="eager-frc-eager-brc", micro_batches=6, sync_every=1)
     for seed in range(40):
         check(World(spec, seed).run())
@@ -424,8 +420,8 @@ def test_an_heir_that_has_no_pass_to_do_draws_for_others(monkeypatch: pytest.Mon
 
     def counting(self: BatchSupply, micro_batches: int) -> None:
         own = [runtime for runtime in self.binding.owned() if runtime.role.stage in (0, self.epoch.layout.stages - 1)]
-        lanes = [lane for stream, _, lane in self.epoch.lanes if stream in BATCH_PARTS]
-        serves = any(lane.source == self.epoch.member for lane in lanes)
+        channels = [channel for stream, _, channel in self.epoch.channels if stream in BATCH_PARTS]
+        serves = any(channel.source == self.epoch.member for channel in channels)
         drawn[serves and bool(own) and all(runtime.results.reduced is not None for runtime in own)] += 1
         draw_ahead(self, micro_batches)
 
@@ -678,7 +674,7 @@ def _consumed(world: World) -> dict[int, dict[str, Any]]:
 
 
 def test_messages_that_are_not_sent_again_are_missed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Boundaries, "resend_activation", lambda self, buffer_id: None)
+    monkeypatch.setattr(Boundaries, "resend_activation", lambda self, channels, buffer_id: None)
     with pytest.raises(TimeoutError, match="would wait for ever"):
         every_loss(LINE, 1, "m1")
 

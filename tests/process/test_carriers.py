@@ -13,7 +13,7 @@ import torch
 from bamboo_ds.comm import connection as connections
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.carriers import slabs
-from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.devices.accelerators import HOST
 from tests.support.comm_worker import Cluster, Member, cluster
 from tests.support.connections import Ends, filled, same
 from tests.support.etcd import wait_until
@@ -26,7 +26,7 @@ from tests.unit.comm.test_carriers import (
     give_up,
     left,
     mappings,
-    payloads,
+    sample_payloads,
     segments,
 )
 
@@ -59,37 +59,36 @@ def pair(request: pytest.FixtureRequest, fork_server: None) -> Iterator[tuple[Cl
         yield made, request.param == "memory"
 
 
-def open_lanes(member: Member) -> None:
-    out, back = (Lane(tag, *names, str(tag)) for tag, names in enumerate([("m0", "m1"), ("m1", "m0")]))
-    member.lanes = {"out": out, "in": back} if member.name == "m0" else {"out": back, "in": out}
-    member.transport = Transport.open(member.session, [out, back])
+def open_channels(member: Member) -> None:
+    epoch = member.session.current
+    out, back = (epoch.open(HOST, names[0], *names) for names in (("m0", "m1"), ("m1", "m0")))
+    member.channels = {"out": out, "in": back} if member.name == "m0" else {"out": back, "in": out}
 
 
 def begin(made: Cluster) -> None:
     made.attach()
-    made.everybody("call", lambda _: (open_lanes,))
+    made.everybody("call", lambda _: (open_channels,))
     assert made.everybody("call", lambda _: (exchange, 100)) == [True, True]
 
 
 def exchange(member: Member, size: int) -> bool:
     """Both send and receive; whether all is as it was sent."""
     sent = (filled(size), filled(3))
-    member.transport.send(member.lanes["out"], 0, sent)
-    found = member.transport.recv(member.lanes["in"], 0)
-    member.transport.drain()
+    member.channels["out"].send(0, sent)
+    found = member.channels["in"].recv(0)
+    member.session.current.drain()
     return same(found, sent)
 
 
 def send_all(member: Member) -> bool:
     """Every size, and many small ones between; whether all comes back as it was sent."""
-    transport, lanes = member.transport, member.lanes
     sent = [filled(number % 300) for number in range(500)]
-    sent[::40] = payloads()[: len(sent[::40])]  # type: ignore[assignment]
+    sent[::40] = sample_payloads()[: len(sent[::40])]  # type: ignore[assignment]
     for number, payload in enumerate(sent):
-        transport.send(lanes["out"], 1 + number, payload)
-    whole = [same(transport.recv(lanes["in"], 1 + number), payload) for number, payload in enumerate(sent)]
-    transport.drain()
-    assert not transport.ready(lanes["in"])
+        member.channels["out"].send(1 + number, payload)
+    whole = [same(member.channels["in"].recv(1 + number), payload) for number, payload in enumerate(sent)]
+    member.session.current.drain()
+    assert not member.channels["in"].ready()
     return all(whole)
 
 
@@ -106,10 +105,10 @@ def test_every_size_between_processes(pair: tuple[Cluster, bool]) -> None:
 def large(member: Member, size: int) -> int:
     """From the first to the second; how many bytes are right."""
     if member.name == "m0":
-        member.transport.send(member.lanes["out"], 1, torch.arange(size // 8))
-        member.transport.drain()
+        member.channels["out"].send(1, torch.arange(size // 8))
+        member.session.current.drain()
         return size
-    found, some = member.transport.recv(member.lanes["in"], 1), 1 << 20
+    found, some = member.channels["in"].recv(1), 1 << 20
     right = [torch.equal(part, torch.arange(some) + at * some) for at, part in enumerate(found.split(some))]
     return int(found.nbytes) if all(right) else -1
 
@@ -135,34 +134,34 @@ def written(member: Member) -> int:
 
 def send_for_ever(member: Member) -> None:
     for number in itertools.count(1):
-        member.transport.send(member.lanes["out"], number, filled(3 << 20))
-        member.transport.drain()
+        member.channels["out"].send(number, filled(3 << 20))
+        member.session.current.drain()
 
 
 def send_much(member: Member) -> None:
     """Far more than slabs and the kernel take, at once."""
     for number in range(1, 21):
-        member.transport.send(member.lanes["out"], number, filled(3 << 20))
+        member.channels["out"].send(number, filled(3 << 20))
 
 
 def drain(member: Member) -> None:
     send_much(member)
-    member.transport.drain()
+    member.session.current.drain()
 
 
 def receive_for_ever(member: Member) -> None:
     for number in itertools.count(1):
-        assert same(member.transport.recv(member.lanes["in"], number), filled(3 << 20))
+        assert same(member.channels["in"].recv(number), filled(3 << 20))
 
 
 def ask_for_ever(member: Member) -> None:
     """Whether there is something to be received; takes what there is, until the epoch ends."""
     number = 1
     while True:
-        if member.transport.ready(member.lanes["in"]):
-            assert same(member.transport.recv(member.lanes["in"], number), filled(3 << 20))
+        if member.channels["in"].ready():
+            assert same(member.channels["in"].recv(number), filled(3 << 20))
             number += 1
-        member.session.wait("a test", lambda: member.transport.ready(member.lanes["in"]), 0.05)
+        member.session.wait("a test", lambda: member.channels["in"].ready(), 0.05)
 
 
 def abort(member: Member) -> float:

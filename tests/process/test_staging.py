@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.comm import connection, wire
-from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.comm import connection
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.devices import staging
+from bamboo_ds.devices.accelerators import HOST
 from tests.support.comm_worker import Cluster, Member, cluster
 from tests.support.nccl.streams import LateMark, install
 from tests.unit.comm.test_staging import made
@@ -22,11 +23,8 @@ COUNT = 60
 LOST = ("EpochChanged", "PeerLost")
 
 
-def lane(tag: int, source: int, destination: int) -> Lane:
-    return Lane(tag, f"m{source}", f"m{destination}", f"{source}>{destination}")
-
-
-LANES = [lane(0, 0, 1), lane(1, 1, 0), lane(2, 0, 0), lane(3, 0, 1)]
+#: Ends of channels by their names.
+ENDS = {"out": ("m0", "m1"), "back": ("m1", "m0"), "own": ("m0", "m0"), "again": ("m0", "m1")}
 
 
 def same(found: Any, number: int) -> bool:
@@ -47,8 +45,9 @@ def begin(member: Member, seed: int, without: str = "") -> None:
     elif without == "order":
         streams.order = lambda mark: None  # type: ignore[method-assign]
     elif without == "payload":
-        wire.Staged.payload = lambda self: wire.assemble(self.structure, self.tensors)  # type: ignore[method-assign]
-    member.transport = Transport.open(member.session, LANES)
+        payloads.Staged.payload = lambda self: payloads.assemble(self.structure, self.tensors)  # type: ignore[method-assign]
+    epoch = member.session.current
+    member.channels = {name: epoch.open(HOST, name, *ends) for name, ends in ENDS.items()}
 
 
 def _forgetting(targets: list[torch.Tensor], copy: staging.Copy) -> tuple[list[torch.Tensor], staging.Copy]:
@@ -59,20 +58,20 @@ def talk(member: Member) -> int:
     """Send what nobody else keeps, to the other one and to itself; some of it again. Returns how much was wrong."""
     wrong, kept = 0, []
     for number in range(COUNT):
-        kept.append(member.transport.send(LANES[0], number, made(number)))
+        kept.append(member.channels["out"].send(number, made(number)))
         if number % 5 == 0:
-            member.transport.send(LANES[2], number, kept[-1])
-            wrong += not same(member.transport.recv(LANES[2], number), number)
+            member.channels["own"].send(number, kept[-1])
+            wrong += not same(member.channels["own"].recv(number), number)
     for number in range(0, COUNT, 7):
-        member.transport.send(LANES[3], number, kept[number])
-    member.transport.drain()
+        member.channels["again"].send(number, kept[number])
+    member.session.current.drain()
     return wrong + member.kept[0].counts["lost"]
 
 
 def listen(member: Member) -> int:
     """Returns how much was wrong."""
-    wrong = sum(not same(member.transport.recv(LANES[0], number), number) for number in range(COUNT))
-    return wrong + sum(not same(member.transport.recv(LANES[3], number), number) for number in range(0, COUNT, 7))
+    wrong = sum(not same(member.channels["out"].recv(number), number) for number in range(COUNT))
+    return wrong + sum(not same(member.channels["again"].recv(number), number) for number in range(0, COUNT, 7))
 
 
 def conversation(members: Cluster, seed: int, without: str = "") -> int:
@@ -108,23 +107,23 @@ def test_each_wait_is_needed(pair: Cluster, without: str) -> None:
 
 
 def leave(member: Member) -> list[int]:
-    """How many messages of a lane that yields have not left: before they can, when they can, at the end."""
-    lane, streams, found = Lane(9, "m0", "m1", "sums", yields=True), member.kept[0], []
-    transport = Transport.open(member.session, [lane])
+    """How many messages of a channel that yields have not left: before they can, when they can, at the end."""
+    streams, found = member.kept[0], []
+    channel = member.session.current.open(HOST, "sums", "m0", "m1", yields=True)
     streams.hold()
     for number in range(3):
-        transport.send(lane, number, made(5))
-    found.append(transport.leaving(lane))
+        channel.send(number, made(5))
+    found.append(channel.leaving())
     streams.release()
-    transport.drain()
-    transport.send(lane, 3, made(5))
-    found.append(len(transport._leaving[lane.tag]))
-    transport.drain()
-    return [*found, transport.leaving(lane)]
+    member.session.current.drain()
+    channel.send(3, made(5))
+    found.append(len(channel._leaving))
+    member.session.current.drain()
+    return [*found, channel.leaving()]
 
 
 def test_what_has_not_left_is_counted(pair: Cluster) -> None:
-    """By lane, so that nobody adds to sums that the network has not taken. What has left is forgotten."""
+    """By channel, so that nobody adds to sums that the network has not taken. What has left is forgotten."""
     pair.everybody("call", lambda _: (begin, 3, ""))
     assert pair[0].run("call", leave) == [3, 1, 0]
 
@@ -132,8 +131,8 @@ def test_what_has_not_left_is_counted(pair: Cluster) -> None:
 def hang(member: Member) -> None:
     """A device that is not through with anything any more, as one that waits for a lost member."""
     member.kept[0].hold()
-    member.transport.send(LANES[0], 0, made(5))
-    member.transport.drain()
+    member.channels["out"].send(0, made(5))
+    member.session.current.drain()
 
 
 def test_an_abort_does_not_wait_for_a_device(pair: Cluster) -> None:
@@ -158,15 +157,15 @@ def await_either(member: Member) -> list[str]:
     """What ends a wait for a message or a mark, in turn: a mark, then a message."""
     streams, found = member.kept[0], []
     for mark in (streams.mark(), LateMark(lambda: None)):
-        member.transport.await_message(LANES[0], mark)
-        found.append("message" if member.transport.ready(LANES[0]) else "mark" if mark.query() else "nothing")
-        member.transport.send(LANES[1], len(found), None)
+        member.channels["out"].await_message(mark)
+        found.append("message" if member.channels["out"].ready() else "mark" if mark.query() else "nothing")
+        member.channels["back"].send(len(found), None)
     return found
 
 
 def answer_one(member: Member) -> None:
-    member.transport.recv(LANES[1], 1)
-    member.transport.send(LANES[0], 0, made(1))
+    member.channels["back"].recv(1)
+    member.channels["out"].send(0, made(1))
 
 
 def test_a_bubble_is_waited_for_until_the_device_is_through_or_a_message_comes(pair: Cluster) -> None:

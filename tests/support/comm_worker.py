@@ -33,7 +33,7 @@ from tests.support.processes import wait_stopped
 
 DEADLINE = 10.0  # seconds in which anything must happen; a bound on hangs, not a target
 _CONTEXT = multiprocessing.get_context("forkserver")
-_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "bamboo_ds.comm.backend", "bamboo_ds.comm.transport"])
+_CONTEXT.set_forkserver_preload(["torch", "torch.distributed", "bamboo_ds.comm.backend", "bamboo_ds.comm.session"])
 
 
 #: Of the members' job.
@@ -68,16 +68,19 @@ class Member:
             secret=SECRET,
             host=host,
         )
-        self.transport: Any = None
-        self.lanes: dict[str, Any] = {}
+        self.channels: dict[str, Any] = {}
 
     def place(self) -> str:
         return self.session.place
 
+    def conclude(self) -> None:
+        """Make an end of the epoch's channels."""
+        self.channels = {}
+        self.session.conclude()
+
     def attach(self, plan: Any) -> float:
-        if self.transport is not None:
-            self.transport.close()
-            self.transport = None
+        if self.channels:
+            self.conclude()
         start = time.monotonic()
         self.session.attach(plan)
         self.session.meet()
@@ -116,8 +119,8 @@ class Member:
     def close(self) -> None:
         import torch
 
-        if self.transport is not None:
-            self.transport.close()
+        if self.channels:
+            self.conclude()
         if torch.distributed.is_initialized():
             torch.distributed.destroy_process_group()
         self.session.close()

@@ -12,6 +12,7 @@ import torch
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.carriers import slabs
 from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.wire import payloads
 
 
 class Narrow:
@@ -85,7 +86,7 @@ class Ends:
         self.sender.open = self.receiver.open = True
         if shared:
             share(self.sender, self.receiver)
-        self.got: list[tuple[int, bytes, int, wire.Payload]] = []
+        self.got: list[tuple[int, bytes, int, payloads.Payload]] = []
 
     def _note(self, connection: Connection) -> None:
         self.watched.append(connection.interest)
@@ -93,10 +94,10 @@ class Ends:
     def _refuse(self, *frame: object) -> None:
         raise AssertionError(f"nothing is sent to this end: {frame}")
 
-    def _take(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
-        self.got.append((head.epoch, key, head.sequence, wire.assemble(head.structure, tensors)))
+    def _take(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: Any) -> None:
+        self.got.append((head.epoch, key, head.sequence, payloads.assemble(head.structure, tensors)))
 
-    def send(self, epoch: int, sequence: int, payload: wire.Payload, key: bytes = b"key") -> int:
+    def send(self, epoch: int, sequence: int, payload: payloads.Payload, key: bytes = b"key") -> int:
         return self.sender.send(epoch, wire.encode(key, sequence, payload, epoch))
 
     def pump(self) -> None:
@@ -113,7 +114,7 @@ class Ends:
         self.receiver.end()
 
 
-def same(found: wire.Payload, sent: wire.Payload) -> bool:
+def same(found: payloads.Payload, sent: payloads.Payload) -> bool:
     if isinstance(sent, torch.Tensor):
         return isinstance(found, torch.Tensor) and found.dtype == sent.dtype and torch.equal(found, sent)
     if sent is None or found is None:

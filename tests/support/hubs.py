@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 
-from bamboo_ds.comm import wire
 from bamboo_ds.comm.hub import Hub
 from bamboo_ds.comm.places import Listener
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.secret import NONE, JobSecret
 
 
@@ -48,12 +48,12 @@ class Inbox:
     def __init__(self, hub: Hub, number: int, members: Collection[str] = ("a", "b")) -> None:
         self.number, self._hub = number, hub
         self.got: list[tuple[str, bytes, int]] = []
-        self.payloads: list[wire.Payload] = []
+        self.payloads: list[payloads.Payload] = []
         self.gone: list[tuple[str, bool]] = []
         self.lost: list[tuple[str, str]] = []
         hub.enter(self, members)
 
-    def deliver(self, key: bytes, message: wire.PeerMessage) -> None:
+    def deliver(self, key: bytes, message: payloads.PeerMessage) -> None:
         self.got.append((message.source, key, message.sequence))
         self.payloads.append(message.payload())
 

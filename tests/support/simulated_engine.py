@@ -313,7 +313,7 @@ class Member(Parts):
         with suppress(EpochChanged):  # the first operation recovers
             self.copies.copy_state(self.layout.roles)
             self.copies.tell_replicas()
-            self.epoch.transport.exchange("all have their copies")
+            self.epoch.agreement.exchange("all have their copies")
 
     def _evaluate(self) -> None:
         if self.world.spec.evaluates:

@@ -17,7 +17,7 @@ import torch
 from greenlet import greenlet
 
 from bamboo_ds.comm.calls.order import ring
-from bamboo_ds.comm.transport import Lane, Payload
+from bamboo_ds.comm.wire.payloads import Payload, read, written
 from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from bamboo_ds.topology import Plan
 
@@ -128,22 +128,25 @@ class Turns:
 
 @dataclass(eq=False)
 class Attachment:
-    """One member in one epoch.
+    """One member in one epoch; stands in for :class:`bamboo_ds.comm.epoch.Epoch`, and for its agreement.
 
     Attributes:
         inboxes: messages that have arrived, by key: sender, number, payload.
         gone: peers that have left the epoch or the world, as far as the member knows.
         undelivered: something that it sent has been lost.
-        transports: how many it has opened.
+        channels: those that it has opened, by name.
+        concluded: the channels are at their end.
     """
 
+    network: Network
     plan: Plan
     member: str
     aborted: str | None = None
     inboxes: dict[Any, deque[tuple[str, int, Payload]]] = field(default_factory=lambda: defaultdict(deque))
     gone: set[str] = field(default_factory=set)
     undelivered: bool = False
-    transports: int = 0
+    channels: dict[str, SimulatedChannel] = field(default_factory=dict)
+    concluded: bool = False
     rounds: Counter[Any] = field(default_factory=Counter)
     newest: dict[Any, int] = field(default_factory=dict)
 
@@ -152,6 +155,52 @@ class Attachment:
         self.inboxes[key].append(message)
         if key in self.newest and len(self.inboxes[key]) > self.newest[key]:
             self.inboxes[key].popleft()
+
+    def begin(self, what: str) -> None:
+        """The member does something in the epoch."""
+        self.network.before(self.member, what)
+        self.check()
+
+    def open(
+        self, device: torch.device, name: str, source: str, destination: str, newest: int | None, yields: bool
+    ) -> SimulatedChannel:
+        self.check()
+        assert name not in self.channels and {source, destination} <= set(self.plan.members)
+        if newest is not None:
+            self.newest[name] = newest
+        channel = self.channels[name] = SimulatedChannel(self, name, source, destination)
+        return channel
+
+    def drain(self) -> None:
+        self.begin("drain")
+        self.network.await_delivery(self)
+
+    @property
+    def agreement(self) -> Attachment:
+        return self
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.check()
+        return self.network.sum(self, "all_reduce", self.plan.members, tensor)
+
+    def exchange(self, value: Any) -> dict[str, Any]:
+        self.check()
+        told = self.network.all_gather(self, "exchange", self.plan.members, written(value))
+        return dict(zip(self.plan.members, map(read, told), strict=True))
+
+    def conclude(self) -> None:
+        if self.concluded:
+            return
+        self.concluded = True
+        try:
+            if self.gone:
+                self.network.abort(self, "concluded after a failure")
+            if self.aborted is None:
+                self.network.await_delivery(self)
+                self.network.all_gather(self, "conclude", self.plan.members, None)
+        finally:
+            for channel in self.channels.values():
+                channel.clear()
 
     def check(self, members: Sequence[str] = ()) -> None:
         """Raise if the epoch has ended for this member, or one of ``members`` is gone."""
@@ -181,7 +230,7 @@ class Network:
 
     def attach(self, plan: Plan, member: str, over: Callable[[], bool]) -> Attachment:
         """Enter ``plan``'s epoch with all its members; ``over``: whether it has ended already."""
-        mine = self._attached[member, plan.epoch] = Attachment(plan, member)
+        mine = self._attached[member, plan.epoch] = Attachment(self, plan, member)
         if over():
             self.abort(mine, "a newer plan is known")
         self.before(member, "attach")
@@ -310,118 +359,56 @@ def copied(payload: Payload) -> Payload:
     return payload.detach().clone() if torch.is_tensor(payload) else tuple(t.detach().clone() for t in payload)
 
 
-class SimulatedTransport:
-    """Stands in for :class:`bamboo_ds.comm.transport.Transport` on a :class:`Network`.
+class SimulatedChannel:
+    """Stands in for :class:`bamboo_ds.comm.channel.Channel` on a :class:`Network`."""
 
-    Args:
-        network: the network.
-        attachment: of this member to the epoch.
-        lanes: all lanes.
-    """
+    def __init__(self, mine: Attachment, name: str, source: str, destination: str) -> None:
+        self._mine, self.name, self.source, self.destination = mine, name, source, destination
+        self.rate = None  # there are no times here
 
-    def __init__(self, network: Network, attachment: Attachment, lanes: Sequence[Lane]) -> None:
-        self._network, self._mine = network, attachment
-        self._number, self._closed = attachment.transports, False
-        attachment.transports += 1
-        assert len({lane.tag for lane in lanes}) == len(lanes)
-        attachment.newest |= {self._key(lane): lane.newest for lane in lanes if lane.newest is not None}
-        for lane in lanes:
-            assert {lane.source, lane.destination} <= set(attachment.plan.members)
-
-    @classmethod
-    def open(cls, session: Any, lanes: Sequence[Lane], device: torch.device) -> SimulatedTransport:
-        session.current.check()
-        return cls(session.network, session.current, lanes)
-
-    def _key(self, lane: Lane) -> tuple[int, int]:
-        return self._number, lane.tag
-
-    def leaving(self, lane: Lane) -> int:
+    def leaving(self) -> int:
         return 0
 
-    def _begin(self, what: str) -> None:
-        self._network.before(self._mine.member, what)
-        self._check()
-
-    def _check(self) -> None:
-        self._mine.check()
-        if self._closed:
-            raise EpochChanged("the transport is closed")
-
-    def send(self, lane: Lane, sequence: int, payload: Payload) -> Payload:
-        assert lane.source == self._mine.member
-        self._begin(f"send {sequence} on {lane.name}")
-        if lane.destination == self._mine.member:
-            self._mine.inboxes[self._key(lane)].append((lane.source, sequence, copied(payload)))
+    def send(self, sequence: int, payload: Payload) -> Payload:
+        assert self.source == self._mine.member
+        self._mine.begin(f"send {sequence} on {self.name}")
+        if self.destination == self._mine.member:
+            self._mine.inboxes[self.name].append((self.source, sequence, copied(payload)))
         else:
-            self._network.send(self._mine, lane.destination, self._key(lane), sequence, payload)
+            self._mine.network.send(self._mine, self.destination, self.name, sequence, payload)
         return payload
 
-    def drain(self) -> None:
-        self._begin("drain")
-        self._network.await_delivery(self._mine)
-
-    def recv(self, lane: Lane, sequence: int, parked: bool = False) -> Payload:
-        assert lane.destination == self._mine.member
-        self._begin(f"receive {sequence} on {lane.name}")
-        self._network.receive(self._mine, self._key(lane), [lane.source])
-        _, number, payload = self._mine.inboxes[self._key(lane)][0]
+    def recv(self, sequence: int, parked: bool = False) -> Payload:
+        assert self.destination == self._mine.member
+        self._mine.begin(f"receive {sequence} on {self.name}")
+        self._mine.network.receive(self._mine, self.name, [self.source])
+        _, number, payload = self._mine.inboxes[self.name][0]
         if number != sequence:
-            raise ProtocolError(f"lane {lane.name}: expected message {sequence}, got {number}")
-        self._mine.inboxes[self._key(lane)].popleft()
+            raise ProtocolError(f"channel {self.name}: expected message {sequence}, got {number}")
+        self._mine.inboxes[self.name].popleft()
         return payload
 
-    def await_either(self, lane: Lane, over: Callable[[], bool]) -> None:
-        self._begin(f"wait on {lane.name}")
-        self._network.receive(self._mine, self._key(lane), [lane.source], over)
+    def await_either(self, over: Callable[[], bool]) -> None:
+        self._mine.begin(f"wait on {self.name}")
+        self._mine.network.receive(self._mine, self.name, [self.source], over)
 
-    def take(self, lane: Lane, parked: bool = False) -> list[tuple[int, Payload]]:
-        messages = self._mine.inboxes[self._key(lane)]
-        taken = [] if self._closed else [(number, payload) for _, number, payload in messages]
-        messages.clear()
+    def take(self, parked: bool = False) -> list[tuple[int, Payload]]:
+        taken = [(number, payload) for _, number, payload in self._mine.inboxes[self.name]]
+        self.clear()
         return taken
 
-    def put_aside(self, payload: Payload) -> Payload:
-        """All is in host memory."""
-        return payload
+    def clear(self) -> None:
+        self._mine.inboxes[self.name].clear()
 
-    def discard(self, lane: Lane, below: int) -> bool:
-        messages = self._mine.inboxes[self._key(lane)]
+    def discard(self, below: int) -> bool:
+        messages = self._mine.inboxes[self.name]
         while messages and messages[0][1] < below:
             messages.popleft()
         return bool(messages)
 
-    def ready(self, lane: Lane) -> bool:
-        return not self._closed and bool(self._mine.inboxes[self._key(lane)])
+    def ready(self) -> bool:
+        return bool(self._mine.inboxes[self.name])
 
-    def rate(self, member: str) -> None:
-        """As of the real one; there are no times here."""
-
-    def arrival(self, lane: Lane) -> float | None:
+    def arrival(self) -> float | None:
         """As of the real one; there are no times here."""
         return None
-
-    def _all(self, name: str, value: Payload) -> list[Payload]:
-        self._check()
-        return self._network.all_gather(self._mine, name, self._mine.plan.members, value)
-
-    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
-        self._check()
-        return self._network.sum(self._mine, "all_reduce", self._mine.plan.members, tensor)
-
-    def exchange(self, value: str) -> dict[str, str]:
-        told = self._all("exchange", torch.frombuffer(bytearray(value.encode()), dtype=torch.uint8))
-        texts = [bytes(each.tolist()).decode() for each in told if isinstance(each, torch.Tensor)]
-        return dict(zip(self._mine.plan.members, texts, strict=True))
-
-    def close(self) -> None:
-        if self._closed:
-            return
-        try:
-            if self._mine.gone:
-                self._network.abort(self._mine, "closed after a failure")
-            if self._mine.aborted is None:
-                self._network.await_delivery(self._mine)
-                self._all("close", None)
-        finally:
-            self._closed = True

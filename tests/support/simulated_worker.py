@@ -143,6 +143,10 @@ class Session:
         if self._entered is not None and self.epoch <= self._ended:
             self.network.abort(self._entered, reason)
 
+    def conclude(self) -> None:
+        if self._entered is not None:
+            self._entered.conclude()
+
     def attach(self, plan: Plan) -> None:
         if self._entered is not None:
             self.network.abort(self._entered, f"epoch {plan.epoch} follows")

@@ -13,6 +13,8 @@ import torch
 from ...errors import TransferError
 from .. import wire
 from ..connection import Connection, Traffic
+from ..wire import payloads
+from ..wire.payloads import WireTensor
 from .offers import BULK
 
 #: What a fetch brings: the text, and the tensors.
@@ -46,7 +48,7 @@ class Fetch:
         self._changed = threading.Condition()  # guards what follows
         self._over: TransferError | bool = False
         self._next, self._offer = 0, 0  # the piece that is due, and the number of the offer that it is of
-        self._tensors: list[wire.WireTensor] = []
+        self._tensors: list[WireTensor] = []
         self._empty: deque[memoryview] = deque()  # memory that is still to be filled
         self._moved, self._moved_at = False, time.monotonic()  # since the connection was made, and when
         self._connection: Connection | None = None
@@ -81,7 +83,7 @@ class Fetch:
             if isinstance(self._over, TransferError):
                 raise self._over
         text, *tensors = (each.tensor() for each in self._tensors)
-        return bytes(wire.view(text)).decode(), tensors
+        return bytes(payloads.view(text)).decode(), tensors
 
     def cancel(self) -> None:
         """End it, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
@@ -131,7 +133,7 @@ class Fetch:
             else:
                 self._fail(str(reason))
 
-    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
         """A piece.
 
         Raises:
@@ -141,12 +143,12 @@ class Fetch:
         with self._changed:
             if self._over:
                 return
-            if head.structure == wire.NOTHING:
+            if head.structure == payloads.NOTHING:
                 self._fail(f"it was withdrawn after {self.share:.0%}")
                 return
             data, facts = (each.tensor() for each in tensors)
             crc, offer = facts.tolist()
-            piece = wire.view(data)
+            piece = payloads.view(data)
             if head.sequence != self._next or zlib.crc32(piece) != crc:
                 raise ConnectionError(f"piece {self._next} does not have the checksum of what was sent")
             self._take(piece)
@@ -157,7 +159,7 @@ class Fetch:
     def _take(self, piece: memoryview) -> None:
         if not self._next:
             self._tensors = wire.described(piece)
-            self._empty.extend(wire.view(each.data) for each in self._tensors if each.data.numel())
+            self._empty.extend(payloads.view(each.data) for each in self._tensors if each.data.numel())
         else:
             while len(piece):
                 target = self._empty.popleft()

@@ -23,6 +23,8 @@ from ...errors import TransferError, UnsupportedError
 from .. import wire
 from ..connection import Connection
 from ..loop import SocketLoop
+from ..wire import payloads
+from ..wire.payloads import WireTensor
 
 #: Purpose of the connections.
 BULK = "bulk"
@@ -71,11 +73,11 @@ class Offer:
 
     def __init__(self, number: int, text: str, tensors: Sequence[torch.Tensor], paced: bool) -> None:
         self.number, self.paced = number, paced
-        content = [wire.tensor_of(text.encode()), *tensors]
+        content = [payloads.tensor_of(text.encode()), *tensors]
         self._views = []
         for place, tensor in enumerate(content):
             try:
-                self._views.append(wire.view(wire.as_bytes(tensor)))
+                self._views.append(payloads.view(payloads.as_bytes(tensor)))
             except (TypeError, NotImplementedError) as error:
                 raise UnsupportedError(f"tensor {place - 1} of a snapshot cannot be sent: {error}") from error
         self._head = wire.describe(content)
@@ -89,10 +91,10 @@ class Offer:
     def piece(self, number: int) -> torch.Tensor:
         """A copy of the bytes of a piece."""
         if number == 0:
-            return wire.tensor_of(self._head)
+            return payloads.tensor_of(self._head)
         begin = (number - 1) * PIECE
         found = torch.empty(self.size(number), dtype=torch.uint8)
-        target = wire.view(found)
+        target = payloads.view(found)
         place = bisect_right(self._ends, begin)
         while len(target):
             view = self._views[place]
@@ -202,7 +204,7 @@ class Offers:
     def opened(self, connection: Connection) -> None:
         """See :class:`~..connection.Traffic`."""
 
-    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
         """A request."""
         request = _Request(key.decode(), head.sequence, int(tensors[0].tensor()))
         with self._lock:
@@ -253,7 +255,7 @@ class Offers:
 
     def _send(self, connection: Connection, request: _Request, offer: Offer) -> None:
         piece = offer.piece(request.piece)
-        facts = torch.tensor([zlib.crc32(wire.view(piece)), offer.number])
+        facts = torch.tensor([zlib.crc32(payloads.view(piece)), offer.number])
         connection.send(0, wire.encode(request.key.encode(), request.piece, (piece, facts)))
         del self._requests[connection]
         request.piece, request.due = request.piece + 1, None

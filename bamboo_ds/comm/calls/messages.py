@@ -29,9 +29,9 @@ import torch
 from ...bare import bare
 from ...errors import EpochChanged
 from ...topology import Plan
-from .. import p2p, wire
+from .. import p2p
 from ..epoch import Epoch
-from ..wire import PeerMessage
+from ..wire.payloads import PeerMessage, read, written
 from ..work import NO_TIMEOUT, CompletedWork
 from .participants import Participants, surviving
 
@@ -226,8 +226,7 @@ class ScriptMessages:
     def _post(self, epoch: Epoch, stream: MessageStream, message: _Kept) -> None:
         payload = torch.tensor([message.number]), message.tensor
         if message.member == epoch.member:
-            structure, tensors = wire.copied_tensors(payload)
-            epoch.links.deliver(stream.key, epoch.links.message(stream.source, structure, tensors))
+            epoch.links.keep(stream.key, stream.source, payload)
         else:
             assert message.member is not None
             epoch.links.send(message.member, stream.key, stream.source, payload)
@@ -239,7 +238,7 @@ class ScriptMessages:
             self._listens = epoch.number
 
     def _hear(self, told: PeerMessage) -> None:
-        stream, number = wire.read(told.tensors[0].data)
+        stream, number = read(told.payload())
         self._told[str(stream)] = max(int(number), self._told.get(str(stream), -1))
 
     def _prune(self) -> None:
@@ -334,7 +333,7 @@ class ScriptMessages:
         if member == epoch.member:
             self._told[str(stream)] = number
             return
-        told = wire.written([str(stream), number])
+        told = written([str(stream), number])
         with suppress(EpochChanged):  # the recovery tells it
             epoch.links.send(member, _HAD, 0, told)
 

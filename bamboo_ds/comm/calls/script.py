@@ -317,7 +317,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
             if self._members:
                 key = f"script/{self.key}/{self.number}".encode()
                 limit = timeout if timeout != NO_TIMEOUT else self._handle.timeout
-                self._epoch.links.meet(self._collective.name, key, self._members, limit)
+                self._epoch.agreement.meet(self._collective.name, key, self._members, limit)
         self.over = True
         self._epoch = self._work = None
         self._passed.clear()

@@ -13,6 +13,7 @@ from ...observe.spans import PASSES, Kind, Span
 from ...topology import Role
 from ..stage.deepspeed_adapter import DeepSpeedAdapter
 from ..stage.runtime import RuntimeBinding
+from .channels import Channels
 from .records import Progress
 
 _BY_NAME = {kind.value: kind for kind in Kind}
@@ -35,15 +36,15 @@ class Recording:
         if spans is not None:
             spans.all = mode == "all"
 
-    def execute(self, instruction: PipeInstruction) -> None:
-        """Execute an instruction."""
+    def execute(self, instruction: PipeInstruction, channels: Channels) -> None:
+        """Execute an instruction over ``channels``."""
         spans, kind = self._spans, _BY_NAME.get(type(instruction).__name__)
         if spans is None or kind is None:
-            self._ds.execute(instruction)
+            self._ds.execute(instruction, channels)
             return
         cut, begin = True, time.monotonic()
         try:
-            self._ds.execute(instruction)
+            self._ds.execute(instruction, channels)
             cut = False
         finally:
             end, told = time.monotonic(), instruction.kwargs

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 
-from ...comm.transport import Lane, Transport
+from ...comm.agreement import Agreement
 from ...devices.accelerators import HOST, name_on_host
 from ...errors import UnsupportedError
 from ...observe.event_base import Consumed
@@ -24,7 +25,7 @@ from ...topology import Layout, Plan, Role
 from ..stage.commit import Committed
 from ..stage.layers import Changes
 from ..stage.schedulers import SchedulerPosition
-from .lanes import Lanes
+from .channels import Channels, Opening
 
 if TYPE_CHECKING:
     from ...worker.job import Job
@@ -40,10 +41,9 @@ class CurrentEpoch:
         device: that this member computes on.
 
     Attributes:
-        channel: to the agent.
         session: the data plane.
         member: this member's id.
-        plan, lanes, transport: those of the epoch; there are none before :meth:`enter`.
+        plan, channels: those of the epoch; there are none before :meth:`enter`.
         begun: whether this member has entered an epoch.
         switch_due: all members know of a newer plan that waits for the next boundary.
         copied: all copies that the plan has made are complete with the operation under way, and the last of them is
@@ -51,8 +51,7 @@ class CurrentEpoch:
     """
 
     plan: Plan
-    lanes: Lanes
-    transport: Transport
+    channels: Channels
 
     def __init__(self, job: Job, layout: Layout, shadow_gradients: bool, device: torch.device) -> None:
         self.job, self.layout, self._device = job, layout, device
@@ -63,28 +62,37 @@ class CurrentEpoch:
             self.device_name = f"{host} {name_on_host(device, os.environ)}"
         #: Members that compute on this member's device, itself among them.
         self.sharing = 1
-        self.channel, self.session, self.member = job.channel, job.session, job.session.member
+        self.session, self.member = job.session, job.session.member
         self._shadow_gradients = shadow_gradients
         self.begun = self.switch_due = self.copied = False
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch and open its lanes.
+        """Attach to ``plan``'s epoch and open its channels.
 
         Raises:
             EpochChanged: it has ended meanwhile.
         """
         if self.begun:
-            self.transport.close()
+            self.session.conclude()
         self.job.enter(plan)
         self.plan = plan
         self.switch_due = self.copied = False
-        lanes = Lanes(plan, self._shadow_gradients)
-        self.transport = self.open(lanes.all())
-        self.lanes, self.begun = lanes, True  # those of the transport, also if it could not be opened
+        self.channels = Channels(plan, self.opening, self._shadow_gradients)
+        self.begun = True
 
-    def open(self, lanes: Sequence[Lane]) -> Transport:
-        """Streams of the current epoch, with what others have on their devices on this member's."""
-        return Transport.open(self.session, lanes, self._device)
+    @property
+    def opening(self) -> Opening:
+        """Opens channels of the epoch, on which what others have on their devices comes to this member's."""
+        return partial(self.session.current.open, self._device)
+
+    @property
+    def agreement(self) -> Agreement:
+        """What its members do all together; raises ``EpochChanged`` if it has ended."""
+        return self.session.current.agreement
+
+    def drain(self) -> None:
+        """See :meth:`~bamboo_ds.comm.epoch.Epoch.drain`."""
+        self.session.current.drain()
 
     def note_devices(self, names: Iterable[str | None]) -> None:
         """The members of the epoch compute on these devices."""

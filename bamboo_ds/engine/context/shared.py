@@ -35,7 +35,7 @@ class EngineContext:
         mode: what of ``redundancy.mode`` is possible with this layout.
         groups: process groups of roles.
         binding: the runtimes of this member's roles.
-        epoch: plan, lanes and transport.
+        epoch: plan, channels and agreement.
         progress: how far the job is.
         history: what it has done.
         places: of checkpoints.

@@ -12,7 +12,8 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map_only
 
 from ...bare import bare
-from ...comm.transport import Lane, Payload, Transport
+from ...comm.channel import Channel
+from ...comm.wire.payloads import Payload
 from ...errors import ProtocolError, UnsupportedError
 from ...state import join, split
 from ..stage.tracing import checksum
@@ -24,7 +25,7 @@ ForScript = Callable[[], AbstractContextManager[object]]
 
 
 def as_payload(part: str, value: Any) -> Payload:
-    """A part of a batch in a form that a lane carries.
+    """A part of a batch in a form that a channel carries.
 
     Raises:
         UnsupportedError: it is neither ``None``, a tensor, nor a list or tuple of tensors.
@@ -40,7 +41,7 @@ def as_payload(part: str, value: Any) -> Payload:
 
 
 def as_message(batch: Any) -> tuple[torch.Tensor, ...]:
-    """What has tensors in it, such as a whole batch, in a form that a lane carries; see :func:`from_message`.
+    """What has tensors in it, such as a whole batch, in a form that a channel carries; see :func:`from_message`.
 
     Raises:
         UnsupportedError: there is something in it other than tensors, numbers, text, lists, tuples and dictionaries.
@@ -94,7 +95,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Served:
-    """What this member sends on a lane.
+    """What this member sends on a channel.
 
     Attributes:
         part: of batches.
@@ -128,9 +129,8 @@ class PipelineBatches:
         self._given: list[Any] = []  # by the iterator, and not processed yet: one at most
         self._digest = 0
         self._received: dict[str, list[Payload]] = {part: [] for part in PARTS}
-        self._transport: Transport | None = None
-        self._serving: dict[Lane, Served] = {}
-        self._sources: dict[str, Lane] = {}
+        self._serving: dict[Channel, Served] = {}
+        self._sources: dict[str, Channel] = {}
 
     def set_source(self, source: Source, apart: bool = False) -> None:
         """An operation begins: where batches come from in it, and whether the ends of the pipeline are apart."""
@@ -152,20 +152,14 @@ class PipelineBatches:
         """How many inputs and labels this member has received in this operation."""
         return {part: len(values) for part, values in self._received.items()}
 
-    def connect(
-        self,
-        transport: Transport,
-        serving: Mapping[Lane, Served],
-        sources: Mapping[str, Lane],
-    ) -> None:
-        """Use the lanes of a new epoch.
+    def connect(self, serving: Mapping[Channel, Served], sources: Mapping[str, Channel]) -> None:
+        """Use the channels of a new epoch.
 
         Args:
-            transport: the epoch's.
-            serving: lanes on which this member, a source, sends a part.
-            sources: the lanes on which this member receives each part.
+            serving: channels on which this member, a source, sends a part.
+            sources: the channels on which this member receives each part.
         """
-        self._transport, self._serving, self._sources = transport, dict(serving), dict(sources)
+        self._serving, self._sources = dict(serving), dict(sources)
         self._serve()
 
     def batch(self, micro_batch: int, inputs: bool, labels: bool) -> Any:
@@ -208,10 +202,10 @@ class PipelineBatches:
     def _part(self, part: str, micro_batch: int) -> Payload:
         values = self._received[part]
         while len(values) <= micro_batch:
-            lane = self._sources.get(part)
-            if lane is None or self._transport is None:
+            channel = self._sources.get(part)
+            if channel is None:
                 raise ProtocolError(f"nobody sends the {part} of micro-batch {micro_batch} to this member")
-            values.append(self._transport.recv(lane, len(values)))
+            values.append(channel.recv(len(values)))
         return values[micro_batch]
 
     def told(self, part: str, micro_batch: int) -> Payload:
@@ -232,10 +226,10 @@ class PipelineBatches:
         """Whether :meth:`batch` would not wait for another member for this part."""
         if part in self.own or len(self._received[part]) > micro_batch:
             return True
-        lane = self._sources.get(part)
-        if lane is None or self._transport is None or len(self._received[part]) < micro_batch:
+        channel = self._sources.get(part)
+        if channel is None or len(self._received[part]) < micro_batch:
             return False
-        return self._transport.ready(lane)
+        return channel.ready()
 
     def draw_ahead(self, micro_batches: int) -> None:
         """Draw everything that others need now."""
@@ -277,17 +271,16 @@ class PipelineBatches:
         self._digest = 0
         for values in self._received.values():
             values.clear()
-        self._serving = {lane: replace(served, first=0) for lane, served in self._serving.items()}
+        self._serving = {channel: replace(served, first=0) for channel, served in self._serving.items()}
 
-    def _in_use(self) -> dict[Lane, Served]:
-        """Lanes on which this member sends in this operation."""
-        return {lane: served for lane, served in self._serving.items() if self._apart or not served.apart}
+    def _in_use(self) -> dict[Channel, Served]:
+        """Channels on which this member sends in this operation."""
+        return {channel: served for channel, served in self._serving.items() if self._apart or not served.apart}
 
     def _serve(self) -> None:
         if self._source.shared:
             return
-        for lane, served in self._in_use().items():
+        for channel, served in self._in_use().items():
             for m in range(served.first, len(self._drawn)):
-                assert self._transport is not None
-                self._transport.send(lane, m, self._message(served.part, self._drawn[m]))
-            self._serving[lane] = replace(served, first=max(served.first, len(self._drawn)))
+                channel.send(m, self._message(served.part, self._drawn[m]))
+            self._serving[channel] = replace(served, first=max(served.first, len(self._drawn)))

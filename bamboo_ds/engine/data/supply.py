@@ -14,12 +14,12 @@ from functools import partial
 from typing import Any
 
 from ...comm.attachment import DRAW
-from ...comm.transport import Lane, Transport
+from ...comm.channel import Channel
 from ...errors import EpochChanged, UnsupportedError
 from ...observe.event_base import Consumed
 from ...topology import Role, batch_sources, hungry
+from ..context.channels import BATCH_PARTS, RehearsalChannels, Stream
 from ..context.history import Kind
-from ..context.lanes import BATCH_PARTS, RehearsalLanes, Stream
 from ..context.shared import EngineContext, InContext
 from .batches import PARTS, PipelineBatches, Served, Source
 from .dataset import Dataset
@@ -148,9 +148,7 @@ class BatchSupply(InContext):
             what,
         )
         if self.epoch.leads:
-            self.epoch.channel.event(
-                "iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what
-            )
+            self.job.channel.event("iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what)
 
     def skip(self, iterator: Any, count: int) -> None:
         """Draw what the others drew from their iterators in an operation that is replayed."""
@@ -162,30 +160,30 @@ class BatchSupply(InContext):
                     if self.ds.batch_fn is not None and self.layout.slices == 1:
                         self.ds.batch_fn(batch)  # it may draw random numbers, too
 
-    # -- lanes --------------------------------------------------------------------------------------------
+    # -- channels --------------------------------------------------------------------------------------------
 
     def connect(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
-        """Use the lanes of a new epoch, given what each member has received of this operation."""
+        """Use the channels of a new epoch, given what each member has received of this operation."""
         member, plan = self.epoch.member, self.epoch.plan
-        serving: dict[int, dict[Lane, Served]] = defaultdict(dict)
-        sources: dict[int, dict[str, Lane]] = defaultdict(dict)
+        serving: dict[int, dict[Channel, Served]] = defaultdict(dict)
+        sources: dict[int, dict[str, Channel]] = defaultdict(dict)
         feeding = set()
-        for stream, role, lane in self.epoch.lanes:
+        for stream, role, channel in self.epoch.channels:
             part = BATCH_PARTS.get(stream)
             if part is None:
                 continue
-            if lane.source == member:
-                has = received.get(lane.destination, {}).get(str(role.pipeline), {})
-                apart = lane.destination in batch_sources(plan, role.pipeline)
-                serving[role.pipeline][lane] = Served(part, has.get(part, 0), apart)
+            if channel.source == member:
+                has = received.get(channel.destination, {}).get(str(role.pipeline), {})
+                apart = channel.destination in batch_sources(plan, role.pipeline)
+                serving[role.pipeline][channel] = Served(part, has.get(part, 0), apart)
                 waits = stream is Stream.INPUTS or plan.lending(role) is not None
                 if part == "inputs" and (waits or not apart):
                     feeding.add(role.pipeline)
-            if lane.destination == member:
-                sources[role.pipeline][part] = lane
+            if channel.destination == member:
+                sources[role.pipeline][part] = channel
         self._feeding = frozenset(feeding)
         for pipeline in sorted({*self._pipelines, *serving, *sources}):
-            self[pipeline].connect(self.epoch.transport, serving[pipeline], sources[pipeline])
+            self[pipeline].connect(serving[pipeline], sources[pipeline])
 
     @property
     def received(self) -> dict[str, dict[str, int]]:
@@ -223,29 +221,29 @@ class BatchSupply(InContext):
         for batches in self._pipelines.values():
             batches.drop()
 
-    def share(self, lanes: RehearsalLanes, transport: Transport) -> None:
+    def share(self, channels: RehearsalChannels) -> None:
         """Give shadows of ends what these have loaded for the rehearsal of a takeover, where they do not load it."""
         micro_batches = range(self.ds.micro_batches)
-        for role in lanes.roles:
+        for role in channels.roles:
             for stream in (Stream.INPUTS, Stream.LABELS):
-                lane, batches, part = lanes.get((stream, role)), self[role.pipeline], BATCH_PARTS[stream]
-                if lane is not None and lane.source == self.epoch.member:
+                channel, batches, part = channels.get((stream, role)), self[role.pipeline], BATCH_PARTS[stream]
+                if channel is not None and channel.source == self.epoch.member:
                     for m in micro_batches:
-                        transport.send(lane, m, batches.told(part, m))
-                if lane is not None and lane.destination == self.epoch.member:
-                    batches.take(part, [transport.recv(lane, m) for m in micro_batches])
+                        channel.send(m, batches.told(part, m))
+                if channel is not None and channel.destination == self.epoch.member:
+                    batches.take(part, [channel.recv(m) for m in micro_batches])
 
     def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
         """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
             for batches in self._pipelines.values():
                 batches.end(micro_batches)
-            for stream, _, lane in self.epoch.lanes if gradients else ():
-                if stream is Stream.SHADOW_GRADIENT and lane.destination == self.epoch.member:
+            for stream, _, channel in self.epoch.channels if gradients else ():
+                if stream is Stream.SHADOW_GRADIENT and channel.destination == self.epoch.member:
                     # Those of the next iteration depend on what this member does in it.
-                    self.epoch.transport.take(lane)
+                    channel.take()
         except EpochChanged:
-            # The operation has committed; what was left of it in the lanes is gone with their epoch.
+            # The operation has committed; what was left of it in the channels is gone with their epoch.
             self.drop()
 
     # -- what was consumed --------------------------------------------------------------------------------

@@ -10,11 +10,12 @@ from typing import Any
 import torch
 
 from ...bare import bare
-from ...comm.transport import Lane, Payload, Staged
+from ...comm.channel import Channel
+from ...comm.wire.payloads import Payload, Staged, aside
 from ...errors import ProtocolError
 from ...schedule import Hosts
 from ...topology import Role
-from ..context.lanes import Stream
+from ..context.channels import Channels, Stream
 from ..context.shared import InContext
 from .measures import IdleTimes
 
@@ -22,6 +23,8 @@ from .measures import IdleTimes
 @dataclass(eq=False)
 class Boundaries(InContext):
     """Sends and receives for the bound role, and the part of it that passes act on.
+
+    Instructions are given their channels: those of the epoch, or those of a rehearsal.
 
     Attributes:
         hosts: who computes the parts of every role in this iteration, by rank.
@@ -33,56 +36,58 @@ class Boundaries(InContext):
 
     # -- activations and gradients ------------------------------------------------------------------------
 
-    def send_activations(self, buffer_id: int) -> None:
+    def send_activations(self, channels: Channels, buffer_id: int) -> None:
         """Send the outputs of a micro-batch to the next part or stage."""
-        self._send(self.binding.current.share.part.activations, buffer_id, self._lane(forward=True, sends=True))
+        onwards = self._channel(channels, forward=True, sends=True)
+        self._send(self.binding.current.share.part.activations, buffer_id, onwards)
 
-    def send_grads(self, buffer_id: int) -> None:
+    def send_grads(self, channels: Channels, buffer_id: int) -> None:
         """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
-        shadow = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
+        shadow = channels.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
         uses = runtime.share.part.begin == 0 and not self.progress.operation.resumed
-        lanes = self._lane(forward=False, sends=True), shadow if uses else None
-        self._send(runtime.share.part.gradients, buffer_id, *lanes)
+        before = self._channel(channels, forward=False, sends=True)
+        self._send(runtime.share.part.gradients, buffer_id, before, shadow if uses else None)
 
-    def resend_activation(self, buffer_id: int) -> None:
+    def resend_activation(self, channels: Channels, buffer_id: int) -> None:
         """Send outputs again, to the new owner of the next part or stage."""
-        self._send(self.binding.current.share.part.activations, buffer_id, self._lane(forward=True, sends=True))
+        self.send_activations(channels, buffer_id)
 
-    def resend_grad(self, buffer_id: int) -> None:
+    def resend_grad(self, channels: Channels, buffer_id: int) -> None:
         """Send gradients again, to the new owner of the part or stage before."""
-        self._send(self.binding.current.share.part.gradients, buffer_id, self._lane(forward=False, sends=True))
+        before = self._channel(channels, forward=False, sends=True)
+        self._send(self.binding.current.share.part.gradients, buffer_id, before)
 
-    def recv_activations(self, buffer_id: int) -> None:
+    def recv_activations(self, channels: Channels, buffer_id: int) -> None:
         """Receive the inputs of a micro-batch."""
-        lane = self.incoming("activation")
-        if lane is None:
+        channel = self.incoming(channels, "activation")
+        if channel is None:
             front, _ = self.binding.current.share.parts
             payload = on_device(front.activations[buffer_id])
         else:
-            payload = self.receive(lane, buffer_id, self.place("activation", buffer_id))
+            payload = self.receive(channel, buffer_id, self.place("activation", buffer_id))
         self.ds.pipe_buffers["inputs"][buffer_id] = as_leaves(payload)
 
-    def recv_grads(self, buffer_id: int) -> None:
+    def recv_grads(self, channels: Channels, buffer_id: int) -> None:
         """Receive the gradients of a micro-batch's outputs."""
         part = self.binding.current.share.part
         if buffer_id in part.given:
             self.ds.grad_layer = part.given.pop(buffer_id)
             return
-        lane = self.incoming("grad")
-        if lane is None:
+        channel = self.incoming(channels, "grad")
+        if channel is None:
             _, rear = self.binding.current.share.parts
             self.ds.grad_layer = on_device(rear.gradients[buffer_id])
         else:
-            self.ds.grad_layer = self.receive(lane, buffer_id, self.place("grad", buffer_id))
+            self.ds.grad_layer = self.receive(channel, buffer_id, self.place("grad", buffer_id))
 
     def keep_given(self) -> None:
         """A loss has ended the epoch: keep the gradients of this member's parts that have arrived and are not used."""
-        for stream, role, lane in self.epoch.lanes:
+        for stream, role, channel in self.epoch.channels:
             ends = stream is Stream.GRADIENT
-            if lane.destination != self.epoch.member or not (ends or stream is Stream.INNER_GRADIENT):
+            if channel.destination != self.epoch.member or not (ends or stream is Stream.INNER_GRADIENT):
                 continue
-            arrived, runtime = self.epoch.transport.take(lane), self.binding.runtimes.get(role)
+            arrived, runtime = channel.take(), self.binding.runtimes.get(role)
             if runtime is None:
                 continue
             for part in runtime.share.parts:
@@ -94,20 +99,20 @@ class Boundaries(InContext):
         runtime = self.binding.current
         return runtime.role, awaits, buffer_id, runtime.share.part.begin
 
-    def incoming(self, awaits: str) -> Lane | None:
-        """The lane that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
-        return self._lane(awaits == "activation", sends=False)
+    def incoming(self, channels: Channels, awaits: str) -> Channel | None:
+        """The channel that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
+        return self._channel(channels, awaits == "activation", sends=False)
 
-    def _lane(self, forward: bool, sends: bool) -> Lane | None:
-        """The lane of activations (``forward``) or gradients that the current part sends or receives; as above."""
+    def _channel(self, channels: Channels, forward: bool, sends: bool) -> Channel | None:
+        """The channel of activations (``forward``) or gradients that the current part sends or receives; as above."""
         runtime, onwards = self.binding.current, forward == sends
         if runtime.share.part.end < runtime.blocks if onwards else runtime.share.part.begin > 0:
             if len(runtime.share.parts) > 1:
                 return None
-            return self.epoch.lanes[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
+            return channels[Stream.INNER_ACTIVATION if forward else Stream.INNER_GRADIENT, runtime.role]
         beside = Role(runtime.role.pipeline, runtime.role.stage + (1 if onwards else -1))
         ends = self.epoch.member, self._computer(beside.stage, last=not onwards)
-        return self.epoch.lanes.between(
+        return channels.between(
             Stream.ACTIVATION if forward else Stream.GRADIENT,
             beside if sends else runtime.role,
             *(ends if sends else reversed(ends)),
@@ -118,14 +123,14 @@ class Boundaries(InContext):
         rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
         return self.hosts[rank][-1 if last else 0]
 
-    def _send(self, store: dict[int, Payload | Staged], micro_batch: int, *lanes: Lane | None) -> None:
+    def _send(self, store: dict[int, Payload | Staged], micro_batch: int, *channels: Channel | None) -> None:
         """Send what is in ``store``; it stays there until commit if a takeover could need it."""
         payload = store[micro_batch] if self.context.retains else store.pop(micro_batch)
-        for lane in lanes:
-            if lane is not None:
-                payload = self.epoch.transport.send(lane, micro_batch, payload)
+        for channel in channels:
+            if channel is not None:
+                payload = channel.send(micro_batch, payload)
         if self.context.retains:
-            store[micro_batch] = self.epoch.transport.put_aside(payload)
+            store[micro_batch] = aside(payload)
 
     # -- bubbles ------------------------------------------------------------------------------------------
 
@@ -134,15 +139,15 @@ class Boundaries(InContext):
         self._waits[place] = begin = time.monotonic()
         return begin
 
-    def receive(self, lane: Lane, sequence: int, place: Hashable, parked: bool = False) -> Payload:
+    def receive(self, channel: Channel, sequence: int, place: Hashable, parked: bool = False) -> Payload:
         """Receive, and remember for how long the member would have been idle at ``place``.
 
         Args:
-            lane, sequence, parked: see :meth:`~bamboo_ds.comm.transport.Transport.recv`.
+            channel, sequence, parked: see :meth:`~bamboo_ds.comm.channel.Channel.recv`.
             place: names the receive.
         """
-        arrival = self.epoch.transport.arrival(lane)
-        payload = self.epoch.transport.recv(lane, sequence, parked=parked)
+        arrival = channel.arrival()
+        payload = channel.recv(sequence, parked=parked)
         begin = self._waits.pop(place, None)
         if begin is not None:
             self.idle.observe(place, (arrival if arrival is not None else time.monotonic()) - begin)

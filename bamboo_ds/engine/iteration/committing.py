@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -39,7 +38,7 @@ class Commits(InContext):
     def commit_iteration(self) -> None:
         """Commit the iteration, all of whose gradients are reduced and replicated."""
         self.supply.complete(self.ds.micro_batches)
-        self.epoch.transport.drain()
+        self.epoch.drain()
         self.progress.operation.entered, self.plan = True, self.epoch.plan
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
@@ -57,7 +56,7 @@ class Commits(InContext):
         far = sum(not construction.near for construction in self.constructions.values())
         assigned = float(self._fingerprint())
         copies = torch.tensor([len(self.constructions), far, assigned, assigned**2], dtype=torch.float64)
-        total = self.epoch.transport.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
+        total = self.epoch.agreement.all_reduce(torch.cat([vector, copies, self._newest()])).tolist()
         if fenced:
             self.epoch.job.await_fence()  # what was on its way for long may come too late
         begun, left, sum_, squares, *newest = total[len(vector) :]
@@ -86,9 +85,8 @@ class Commits(InContext):
             Isolated: only members that have joined differ, and this is one of them.
             UnsupportedError: others differ.
         """
-        joined = self.epoch.channel.joiner
-        told = self.epoch.transport.exchange(json.dumps([joined, self.progress.script.assigned]))
-        found = {member: json.loads(text) for member, text in told.items()}
+        joined = self.job.channel.joiner
+        found = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
         first = {member: assigned for member, (late, assigned) in found.items() if not late}
         if not first or differing(first):
             raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
@@ -100,7 +98,7 @@ class Commits(InContext):
 
     def all_know_more(self) -> bool:
         """Whether all members know of a newer plan now. Collective."""
-        return min(self.epoch.transport.all_reduce(self._newest()).tolist()) > self.epoch.plan.epoch
+        return min(self.epoch.agreement.all_reduce(self._newest()).tolist()) > self.epoch.plan.epoch
 
     def _newest(self) -> torch.Tensor:
         """The newest epoch that this member could enter, by member."""

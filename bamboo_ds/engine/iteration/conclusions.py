@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -36,7 +35,7 @@ class Conclusions(InContext):
         if not found:
             return
         self.tally.differing += len(found)
-        self.epoch.channel.event(
+        self.job.channel.event(
             "exact_mismatch",
             step=self.progress.steps,
             role=[role.pipeline, role.stage],
@@ -62,7 +61,7 @@ class Conclusions(InContext):
 
         One of them tells it.
         """
-        found = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps(self.tally.told())).values()]
+        found = self.epoch.agreement.exchange(self.tally.told()).values()
         if not self.epoch.leads:
             return
         layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
@@ -89,7 +88,7 @@ class Conclusions(InContext):
             f"{rehearsals} of them, all replicas compared after {steps}, {tensors} tensors and numbers equal to the "
             f"last bit.{without} {off}"
         )
-        self.epoch.channel.event(
+        self.job.channel.event(
             "exact_checked",
             step=self.progress.steps,
             steps=steps,

@@ -67,7 +67,7 @@ class Corruption(InContext):
             self._tell(copy, verdict, plan)
         if not behind:
             try:
-                self.epoch.transport.all_reduce(torch.zeros(1, dtype=torch.float64))
+                self.epoch.agreement.all_reduce(torch.zeros(1, dtype=torch.float64))
             except EpochChanged as error:  # a member with a wrong copy has gone on, and ended; or another one is lost
                 logger.info("interrupted after a commit: %s", error)
         mine = [copy for copy in verdict.odd if _holder(copy, plan) == self.epoch.member]
@@ -92,7 +92,7 @@ class Corruption(InContext):
             "(%s): it is lost from here on",
             *(holder, copy.name, copy.role.stage, copy.role.pipeline, step, ", ".join(names) or "unknown tensors"),
         )
-        self.epoch.channel.event(
+        self.job.channel.event(
             "member_corrupt",
             step=step,
             member_id=holder,

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.transport import Payload
+from ...comm.wire.payloads import Payload
 from ...schedule import RoleProgress, beginning, beside, finished, hosts
 from ...topology import Role
-from ..context.lanes import Stream
+from ..context.channels import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..stage.blocks import CutSearch
@@ -109,13 +109,13 @@ class Division(InContext):
                     name: first[name] for name in ("buffers", "extra", "extra_on", "numbers", "tensors", "whole")
                 }
             told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
-        lane = self.epoch.lanes[Stream.CHANGES, runtime.role]
-        self.epoch.transport.send(lane, self.progress.sequence, told)
+        channel = self.epoch.channels[Stream.CHANGES, runtime.role]
+        channel.send(self.progress.sequence, told)
 
     def receive_changes(self, role: Role) -> None:
         """Receive the same of ``role``, before any pass of it."""
-        lane, runtime = self.epoch.lanes[Stream.CHANGES, role], self.binding.runtimes[role]
-        told = self.epoch.transport.recv(lane, self.progress.sequence)
+        channel, runtime = self.epoch.channels[Stream.CHANGES, role], self.binding.runtimes[role]
+        told = channel.recv(self.progress.sequence)
         assert isinstance(told, tuple)
         if told and not runtime.share.begun:
             tree = from_message(told)
@@ -138,12 +138,12 @@ class Division(InContext):
             ],
             "layers": runtime.layers.capture(),
         }
-        self.epoch.transport.send(self.epoch.lanes[Stream.PART, role], self.progress.sequence, as_message(told))
+        self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(told))
 
     def receive_part(self) -> None:
         """Receive the same for the bound role."""
         runtime = self.binding.current
-        payload = self.epoch.transport.recv(self.epoch.lanes[Stream.PART, runtime.role], self.progress.sequence)
+        payload = self.epoch.channels[Stream.PART, runtime.role].recv(self.progress.sequence)
         if runtime.results.reduced is not None:
             return  # it was reduced before a loss
         told = from_message(payload)

@@ -17,17 +17,16 @@ In the last step but one shadows compute nothing, redundantly or in a rehearsal:
 as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
 
 A recovery takes precedence: the step in which it happens is not checked, and the check begins again with the next one,
-so that a takeover of what nobody had checked yet is found out, too. What members exchange here travels on lanes of
+so that a takeover of what nobody had checked yet is found out, too. What members exchange here travels on channels of
 their own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,11 +34,10 @@ from typing import Any
 import torch
 
 from ...bare import bare
-from ...comm.transport import Transport
 from ...errors import ProtocolError
-from ...schedule import rehearsal_passes, rehearsal_sends
+from ...schedule import Program, rehearsal_passes, rehearsal_sends
 from ...topology import Role
-from ..context.lanes import RehearsalLanes, Stream
+from ..context.channels import RehearsalChannels, Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..data.supply import BatchSupply
@@ -93,7 +91,7 @@ class ExactChecks(InContext):
     _brought: list[StageRuntime] = field(default_factory=list, init=False)
     _skipped: set[Role] = field(default_factory=set, init=False)
     _suspected: dict[Role, tuple[Facts, list[str]]] = field(default_factory=dict, init=False)
-    _opened: tuple[int, RehearsalLanes, Transport] | None = field(default=None, init=False)
+    _opened: tuple[int, RehearsalChannels] | None = field(default=None, init=False)
     #: What this member's own optimizers, schedulers and layers kept beside what is sent when the check began.
     _began: dict[Role, dict[str, Contents]] = field(default_factory=dict, init=False)
 
@@ -173,7 +171,6 @@ class ExactChecks(InContext):
             self._conclusions.conclude(self.steps, self.progress.steps - done)
             self.on = self.rests = False
             self.redone = 0
-            self._opened = None
             self._traces.clear()
             self._began.clear()
         return done == 1 < self.steps
@@ -201,20 +198,20 @@ class ExactChecks(InContext):
             return
         before = self.binding.current
         with self.timed():
-            lanes, transport = self._open()
-            self.supply.share(lanes, transport)
-            with self._in_place_of(lanes, transport):
-                self._execute(rehearsal_sends(self.epoch.plan, self.epoch.member, lanes.roles, self.ds.micro_batches))
-                owned: dict[Role, Facts] = {}
-                for role in lanes.roles:
-                    if self.epoch.owns(role):
-                        self.binding.use(self.binding.runtimes[role])
-                        owned[role] = self._computed(role)
-                        self._send(lanes, transport, role, summed(owned[role]))
-                for role in lanes.roles:
-                    if self.epoch.shadows(role):
-                        self._rehearse(lanes, transport, role)
-                self._look_closer(lanes, transport, owned, REHEARSAL)
+            channels = self._open()
+            self.supply.share(channels)
+            sends = rehearsal_sends(self.epoch.plan, self.epoch.member, channels.roles, self.ds.micro_batches)
+            self._execute(sends, channels)
+            owned: dict[Role, Facts] = {}
+            for role in channels.roles:
+                if self.epoch.owns(role):
+                    self.binding.use(self.binding.runtimes[role])
+                    owned[role] = self._computed(role)
+                    self._send(channels, role, summed(owned[role]))
+            for role in channels.roles:
+                if self.epoch.shadows(role):
+                    self._rehearse(channels, role)
+            self._look_closer(channels, owned, REHEARSAL)
             self._conclusions.tally.rehearsals += 1
             self.binding.use(before)
             self._put_back()
@@ -226,7 +223,7 @@ class ExactChecks(InContext):
         yield
         self._conclusions.tally.seconds += time.monotonic() - begin
 
-    def _rehearse(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> None:
+    def _rehearse(self, channels: RehearsalChannels, role: Role) -> None:
         """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
         replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._conclusions.tally
         if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
@@ -241,7 +238,7 @@ class ExactChecks(InContext):
             self.builder.move(replica, parked=False)
             if parked:
                 self._brought.append(replica)
-            self._redo(lanes, transport, replica)
+            self._redo(channels, replica)
             return
         except torch.OutOfMemoryError as error:
             reason = str(error).splitlines()[0]
@@ -258,7 +255,7 @@ class ExactChecks(InContext):
             reason,
         )
 
-    def _redo(self, lanes: RehearsalLanes, transport: Transport, replica: StageRuntime) -> None:
+    def _redo(self, channels: RehearsalChannels, replica: StageRuntime) -> None:
         """Compute with ``replica`` what it has not computed redundantly, and compare it with what the owner has.
 
         Raises:
@@ -268,12 +265,12 @@ class ExactChecks(InContext):
         role, micro_batches = replica.role, self.ds.micro_batches
         forwards, backwards = replica.share.part.forwards, replica.share.part.backwards
         for stream, done in ((Stream.ACTIVATION, forwards), (Stream.GRADIENT, backwards)):
-            for m in range(done if lanes.get((stream, role)) else 0):
-                transport.recv(lanes[stream, role], m)  # the replica has used it when it was there first
+            for m in range(done if channels.get((stream, role)) else 0):
+                channels[stream, role].recv(m)  # the replica has used it when it was there first
         self.redone += micro_batches - forwards
-        self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards))
+        self._execute(rehearsal_passes(self.epoch.layout, role, micro_batches, forwards, backwards), channels)
         self.binding.use(replica)
-        self._check(lanes, transport, role, self._computed(role))
+        self._check(channels, role, self._computed(role))
         self._conclusions.tally.roles.add(role)
 
     def _put_back(self) -> None:
@@ -292,29 +289,18 @@ class ExactChecks(InContext):
         replica.forget_passes()
         self.binding.reload()
 
-    def _drop_skipped(self, lanes: RehearsalLanes, transport: Transport) -> None:
+    def _drop_skipped(self, channels: RehearsalChannels) -> None:
         """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
         for role in self._skipped:
             for stream in (Stream.ACTIVATION, Stream.GRADIENT):
-                lane = lanes.get((stream, role))
-                if lane is not None:
-                    transport.discard(lane, self.ds.micro_batches)
-            transport.discard(lanes[Stream.REPORT, role], self.progress.sequence)
+                channel = channels.get((stream, role))
+                if channel is not None:
+                    channel.discard(self.ds.micro_batches)
+            channels[Stream.REPORT, role].discard(self.progress.sequence)
 
-    @contextmanager
-    def _in_place_of(self, lanes: RehearsalLanes, transport: Transport) -> Iterator[None]:
-        """In the body the engine's instructions send and receive on ``lanes``."""
-        epoch = self.epoch
-        before = epoch.transport, epoch.lanes
-        epoch.transport, epoch.lanes = transport, lanes
-        try:
-            yield
-        finally:
-            epoch.transport, epoch.lanes = before
-
-    def _execute(self, program: Sequence[Any]) -> None:
+    def _execute(self, program: Program, channels: RehearsalChannels) -> None:
         for instruction in program:
-            self.ds.execute(instruction)
+            self.ds.execute(instruction, channels)
             self.beats.beat()
 
     def _computed(self, role: Role) -> Facts:
@@ -354,84 +340,83 @@ class ExactChecks(InContext):
     def _compare_replicas(self) -> None:
         """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result."""
         self.binding.refresh()
-        lanes, transport = self._open()
-        self._drop_skipped(lanes, transport)
-        owned = {role: state_of(self.binding.runtimes[role]) for role in lanes.reported if self.epoch.owns(role)}
+        channels = self._open()
+        self._drop_skipped(channels)
+        owned = {role: state_of(self.binding.runtimes[role]) for role in channels.reported if self.epoch.owns(role)}
         for role, state in owned.items():
-            self._send(lanes, transport, role, summed(state))
-        for role in lanes.reported:
+            self._send(channels, role, summed(state))
+        for role in channels.reported:
             if self.epoch.shadows(role):
                 replica = self.binding.runtimes.get(role)
                 if replica is None:
                     raise ProtocolError(f"the replica of role {role}, which is to be compared, is not there")
                 try:
-                    self._check(lanes, transport, role, state_of(replica))
+                    self._check(channels, role, state_of(replica))
                 except torch.OutOfMemoryError as error:
                     self._conclusions.tally.exhausted.add(role)
                     logger.warning("the replica of role %s is not compared, for want of memory: %s", role, error)
-        self._look_closer(lanes, transport, owned, REPLICA)
-        transport.drain()  # the next step changes what was sent
+        self._look_closer(channels, owned, REPLICA)
+        self.epoch.drain()  # the next step changes what was sent
         self._conclusions.tally.steps += 1
 
     def _compare_beside(self) -> None:
         """Compare what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
-        lanes, transport = self._open()
-        for role in lanes.reported:
+        channels = self._open()
+        for role in channels.reported:
             if self.epoch.owns(role):
                 runtime, began = self.binding.runtimes[role], self._began.get(role, {})
                 told = [newer(found(runtime), began) for found in (beside_steps, beside_layers)]
-                transport.send(lanes[Stream.REPORT, role], self.progress.sequence, as_message(told))
-        for role in lanes.reported:
+                channels[Stream.REPORT, role].send(self.progress.sequence, as_message(told))
+        for role in channels.reported:
             if not self.epoch.shadows(role):
                 continue
             replica = self.binding.runtimes[role]
-            steps, layers = from_message(transport.recv(lanes[Stream.REPORT, role], self.progress.sequence))
+            steps, layers = from_message(channels[Stream.REPORT, role].recv(self.progress.sequence))
             mine = beside_steps(replica), beside_layers(replica)
             lacking = [lacks(theirs, own) for theirs, own in zip((steps, layers), mine, strict=True)]
             if lacking[1]:
                 logger.warning(NOT_SENT, role, ", ".join(lacking[1][:10]))
             self._conclusions.tell(role, lacking[0], BESIDE, rounded=False)
-        transport.drain()
+        self.epoch.drain()
 
     # -- comparing ----------------------------------------------------------------------------------------
 
-    def _open(self) -> tuple[RehearsalLanes, Transport]:
-        """The lanes of the current epoch; all members open them at the same place."""
+    def _open(self) -> RehearsalChannels:
+        """The channels of the current epoch."""
         epoch = self.epoch.plan.epoch
         if self._opened is None or self._opened[0] != epoch:
-            lanes = RehearsalLanes(self.epoch.plan)
-            self._opened = epoch, lanes, self.epoch.open(lanes.all())
-        return self._opened[1:]
+            self._opened = epoch, RehearsalChannels(self.epoch.plan, self.epoch.opening)
+        return self._opened[1]
 
-    def _send(self, lanes: RehearsalLanes, transport: Transport, role: Role, facts: Facts) -> None:
+    def _send(self, channels: RehearsalChannels, role: Role, facts: Facts) -> None:
         plain = {name: bare(value) if torch.is_tensor(value) else value for name, value in facts.items()}
-        transport.send(lanes[Stream.REPORT, role], self.progress.sequence, as_message(plain))
+        channels[Stream.REPORT, role].send(self.progress.sequence, as_message(plain))
 
-    def _receive(self, lanes: RehearsalLanes, transport: Transport, role: Role) -> Facts:
-        facts: Facts = from_message(transport.recv(lanes[Stream.REPORT, role], self.progress.sequence))
+    def _receive(self, channels: RehearsalChannels, role: Role) -> Facts:
+        facts: Facts = from_message(channels[Stream.REPORT, role].recv(self.progress.sequence))
         return facts
 
-    def _check(self, lanes: RehearsalLanes, transport: Transport, role: Role, mine: Facts) -> None:
+    def _check(self, channels: RehearsalChannels, role: Role, mine: Facts) -> None:
         """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
-        theirs = self._receive(lanes, transport, role)
+        theirs = self._receive(channels, role)
         self._conclusions.tally.tensors += len({*mine, *theirs})
         names = suspects(summed(mine), theirs)
         if names:
             self._suspected[role] = {name: mine[name] for name in names if name in mine}, names
 
-    def _look_closer(self, lanes: RehearsalLanes, transport: Transport, owned: dict[Role, Facts], what: str) -> None:
+    def _look_closer(self, channels: RehearsalChannels, owned: dict[Role, Facts], what: str) -> None:
         """Owners send what differs itself, so that it can be told by how much. All members do so at the same place."""
         rank = self.epoch.layout.rank
         asked: dict[int, list[str]] = {}
         mine = {rank(role): names for role, (_, names) in self._suspected.items()}
-        for told in transport.exchange(json.dumps(mine)).values():
-            asked.update((int(place), names) for place, names in json.loads(told).items())
+        for told in self.epoch.agreement.exchange(mine).values():
+            asked.update((int(place), names) for place, names in told.items())
         for role, facts in owned.items():
             if rank(role) in asked:
-                self._send(lanes, transport, role, {n: facts[n] for n in asked[rank(role)] if n in facts})
+                self._send(channels, role, {n: facts[n] for n in asked[rank(role)] if n in facts})
         suspected, self._suspected = self._suspected, {}
         for role, (facts, _) in suspected.items():
-            self._compare(role, facts, self._receive(lanes, transport, role), what)
+            self._compare(role, facts, self._receive(channels, role), what)
 
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
         """Tell what differs; raises :class:`Inexact` if that ends the job."""

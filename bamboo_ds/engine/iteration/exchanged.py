@@ -13,7 +13,6 @@ stage without a replica has what was noted of it after the step, while a rank is
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
@@ -120,7 +119,7 @@ class ExchangedWeights(InContext):
         if self._reference is not None and local.owned:
             left[rank(local.role)] = self._reference
         used = {rank(each.role): sum_of_bits(each.module.parameters()) for each in self.binding.owned()}
-        told = [json.loads(each) for each in self.epoch.transport.exchange(json.dumps([used, left])).values()]
+        told = self.epoch.agreement.exchange([used, left]).values()
         uses = {int(place): bits for each in told for place, bits in each[0].items()}
         kept = {int(place): bits for each in told for place, bits in each[1].items()}
         differing = {self.epoch.layout.role(place) for place, bits in kept.items() if uses.get(place, bits) != bits}

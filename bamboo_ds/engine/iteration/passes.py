@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from ...bare import bare
-from ...comm.transport import Payload
+from ...comm.wire.payloads import Payload
 from ...errors import ProtocolError
 from ...topology import LONG_S, Role
 from ..context.shared import InContext

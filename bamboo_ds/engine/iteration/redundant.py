@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...comm.transport import Lane, Payload, Staged
+from ...comm.channel import Channel
+from ...comm.wire.payloads import Payload, Staged
 from ...observe.spans import Kind
 from ...topology import Role
-from ..context.lanes import Stream, assists
+from ..context.channels import Channels, Stream, assists
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
 from ..stage.runtime import StageRuntime
@@ -49,29 +50,30 @@ class RedundantPasses(InContext):
         """The iteration is over: the memory that it lacked may be there in the next one."""
         self._exhausted = False
 
-    def fill_bubble(self, awaits: str, buffer_id: int | None, role: Role | None) -> None:
+    def fill_bubble(self, channels: Channels, awaits: str, buffer_id: int | None, role: Role | None) -> None:
         """Do what there is until the message that the next instruction receives is there or expected.
 
         Args:
+            channels: that this receives on.
             awaits: ``activation``, ``grad`` or ``replica``.
             buffer_id: its micro-batch.
             role: whose reduced gradients are awaited.
         """
-        current, lanes = self.binding.current.role, self.epoch.lanes
+        current = self.binding.current.role
         place: Hashable
         if awaits == "replica":
             assert role is not None
-            lane, place = lanes.replica(role, self.epoch.member), (role, awaits, None)
+            channel, place = channels.replica(role, self.epoch.member), (role, awaits, None)
             replica = self.binding.runtimes.get(role)
             if replica is not None and replica.pending is not None:
                 self.run(replica, "step")  # the next one follows
         else:
-            coming = self.boundaries.incoming(awaits)
+            coming = self.boundaries.incoming(channels, awaits)
             assert coming is not None and buffer_id is not None
-            lane, place = coming, self.boundaries.place(awaits, buffer_id)
-        self._await_device(lane)
+            channel, place = coming, self.boundaries.place(awaits, buffer_id)
+        self._await_device(channel)
         begin = self.boundaries.begin_wait(place)
-        while not self.epoch.transport.ready(lane):
+        while not channel.ready():
             if self._draw(place, begin):
                 continue
             work = self._next()
@@ -82,13 +84,13 @@ class RedundantPasses(InContext):
             if not self.measures.idle.fits(place, time.monotonic() - begin, duration):
                 return
             self.run(replica, kind)
-            self._await_device(lane)
+            self._await_device(channel)
 
-    def _await_device(self, lane: Lane) -> None:
+    def _await_device(self, channel: Channel) -> None:
         """A bubble begins when the device is through with what it was told to do, unless the message is there."""
         busy = self.measures.idle.busy_until()
         if busy is not None:
-            self.epoch.transport.await_message(lane, busy)
+            channel.await_message(busy)
 
     def _draw(self, place: Hashable, begin: float) -> bool:
         """Draw a batch if there is one to be drawn later, and time for it; whether it has."""
@@ -105,7 +107,7 @@ class RedundantPasses(InContext):
         for replica in self.binding.replicas():
             if replica.pending is not None:
                 return replica, "step"
-        plan, transport = self.epoch.plan, self.epoch.transport
+        plan = self.epoch.plan
         waits = self._exhausted or self.checks.rests or self.epoch.member in plan.parked
         if not self.mode.eager_forward or waits:
             return None
@@ -120,9 +122,9 @@ class RedundantPasses(InContext):
             done, last = replica.share.part, role.stage == self.ds.num_stages - 1
             m = done.backwards
             if self.mode.eager_backward and not self.progress.operation.resumed and m < done.forwards:
-                lane = self.epoch.lanes.get((Stream.SHADOW_GRADIENT, role))
+                channel = self.epoch.channels.get((Stream.SHADOW_GRADIENT, role))
                 # Gradients below are of passes that sums have made needless, and may come later than those.
-                if last or (lane is not None and transport.discard(lane, m)):
+                if last or (channel is not None and channel.discard(m)):
                     return replica, "backward"
             m = done.forwards
             if m >= self.ds.micro_batches or self._over_budget(replica):
@@ -205,7 +207,7 @@ class RedundantPasses(InContext):
         self._tell_exhausted(replica.role, dropped, reason)
 
     def _tell_exhausted(self, role: Role, dropped: int, reason: str) -> None:
-        self.epoch.channel.event(
+        self.job.channel.event(
             "redundancy_exhausted",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
@@ -220,8 +222,7 @@ class RedundantPasses(InContext):
             m = replica.share.part.backwards
             self.passes.use_role(role)
             if not self.ds.is_last_stage():
-                lane = self.epoch.lanes[Stream.SHADOW_GRADIENT, role]
-                self.ds.grad_layer = self.epoch.transport.recv(lane, m)
+                self.ds.grad_layer = self.epoch.channels[Stream.SHADOW_GRADIENT, role].recv(m)
             self.passes.backward(m)
             return
         m = replica.share.part.forwards

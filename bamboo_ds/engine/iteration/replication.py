@@ -9,7 +9,7 @@ import torch
 
 from ...state import Tree
 from ...topology import Role
-from ..context.lanes import Stream, gathers
+from ..context.channels import Stream, gathers
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..replicas.construction import Construction, Kept
@@ -118,8 +118,8 @@ class Replication(InContext):
             verification.tensors if named and verification.checksum is not None else [],
         )
         payload = as_message(vars(told))
-        for lane in self.epoch.lanes.of(Stream.REPLICA, runtime.role):
-            self.epoch.transport.send(lane, self.progress.sequence, payload)
+        for channel in self.epoch.channels.of(Stream.REPLICA, runtime.role):
+            channel.send(self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
         """Receive the same of ``role``, and compare its replica with the owner where it is time.
@@ -129,12 +129,12 @@ class Replication(InContext):
         parked = role in self.constructions or self.binding.runtimes[role].parked
         if role not in self.constructions:
             self.binding.runtimes[role].catch_up()
-        lane = self.epoch.lanes.replica(role, self.epoch.member)
-        payload = self.boundaries.receive(lane, self.progress.sequence, (role, "replica", None), parked)
+        channel = self.epoch.channels.replica(role, self.epoch.member)
+        payload = self.boundaries.receive(channel, self.progress.sequence, (role, "replica", None), parked)
         told = StepMessage(**from_message(payload))
-        same = self.epoch.lanes.to(Stream.TOLD, role, self.epoch.member)
+        same = self.epoch.channels.to(Stream.TOLD, role, self.epoch.member)
         assert same is not None
-        self.epoch.transport.discard(same, self.progress.sequence + 1)
+        same.discard(self.progress.sequence + 1)
         construction = self.constructions.get(role)
         if construction is not None:
             construction.incoming = told.reduced, told.layers, told.trained
@@ -151,13 +151,12 @@ class Replication(InContext):
 
     def send_layers(self, role: Role, layers: Tree | None) -> None:
         """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
-        for lane in self.epoch.lanes.of(Stream.REPLICA, role):
-            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else as_message(layers))
+        for channel in self.epoch.channels.of(Stream.REPLICA, role):
+            channel.send(self.progress.sequence, () if layers is None else as_message(layers))
 
     def receive_layers(self, role: Role) -> Tree | None:
         """Receive the same."""
-        lane = self.epoch.lanes.replica(role, self.epoch.member)
-        payload = self.epoch.transport.recv(lane, self.progress.sequence)
+        payload = self.epoch.channels.replica(role, self.epoch.member).recv(self.progress.sequence)
         assert isinstance(payload, tuple)
         return from_message(payload) if payload else None
 
@@ -165,7 +164,7 @@ class Replication(InContext):
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps
         if replica.verification.checksum == expected:
-            self.epoch.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
+            self.job.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
             return
         replica.verification.valid = False
         names = [name for name, _ in replica.named_tensors()]
@@ -173,7 +172,7 @@ class Replication(InContext):
             :_NAMED
         ]
         self.differing[replica.role] = differ
-        self.epoch.channel.event(
+        self.job.channel.event(
             "replica_mismatch",
             step=step,
             role=role,
@@ -263,13 +262,13 @@ class Replication(InContext):
         All members take part, once between two operations. A runtime that is up to date gets what it has. Owners gather
         shards in the group of their stage, in which they reduce its gradients, where each owns one role of it.
         """
-        runtimes, transport, sequence = self.binding.runtimes, self.epoch.transport, self.progress.sequence
+        runtimes, sequence = self.binding.runtimes, self.progress.sequence
         layout = self.epoch.layout
         self.binding.refresh()
-        lanes = [(role, lane) for stream, role, lane in self.epoch.lanes if stream is Stream.SHARD]
-        for role, lane in lanes:
-            if lane.source == self.epoch.member:
-                transport.send(lane, sequence, tuple(runtimes[role].optimizer.shard(layout.copy_of(role))))
+        channels = [(role, channel) for stream, role, channel in self.epoch.channels if stream is Stream.SHARD]
+        for role, channel in channels:
+            if channel.source == self.epoch.member:
+                channel.send(sequence, tuple(runtimes[role].optimizer.shard(layout.copy_of(role))))
         shards: dict[Role, list[torch.Tensor]] = {}
         complete = set()
         for runtime in self.binding.owned():  # by stage, on all members: none waits for one that waits for it
@@ -280,12 +279,12 @@ class Replication(InContext):
                 known = layout.siblings(runtime.role)
                 complete.add(runtime.role)
             shards.update((role, runtime.optimizer.shard(layout.copy_of(role))) for role in known)
-        for role, lane in lanes:
-            if lane.destination == self.epoch.member:
-                shards[role] = list(transport.recv(lane, sequence))  # type: ignore[arg-type]
+        for role, channel in channels:
+            if channel.destination == self.epoch.member:
+                shards[role] = list(channel.recv(sequence))  # type: ignore[arg-type]
         for own, runtime in runtimes.items():
             for role in layout.siblings(own) if own not in complete else ():
                 if role in shards and role != own:
                     runtime.optimizer.fill(layout.copy_of(role), shards[role])
             runtime.stale = False
-        transport.drain()
+        self.epoch.drain()

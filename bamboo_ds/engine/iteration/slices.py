@@ -9,7 +9,7 @@ kept (:mod:`.sums`), or to the beginning of the iteration, and so do the other s
 (:func:`~bamboo_ds.schedule.settle`).
 
 Redundant forward passes would communicate as well, at times when the members that could answer do something else: there
-are none (:func:`~..context.lanes.assists`), and a role that is taken over goes on from sums alone.
+are none (:func:`~..context.channels.assists`), and a role that is taken over goes on from sums alone.
 """
 
 from __future__ import annotations

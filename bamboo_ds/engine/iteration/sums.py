@@ -31,7 +31,7 @@ from ...schedule import NETWORK_SHARE, PROCESSOR_SHARE, PartProgress, affordable
 from ...state import Tree
 from ...topology import Role
 from ...topology.memory import NEWEST_SUMS
-from ..context.lanes import Stream
+from ..context.channels import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..stage.layers import copied, merged
@@ -99,9 +99,9 @@ class PartialSums(InContext):
         seconds = 0.0
         for runtime in self.binding.owned():
             size = self._bytes.get(runtime.role) or sum(parameter.nbytes for parameter in runtime.trainable())
-            for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role):
-                if lane.source == self.epoch.member:
-                    seconds += size / (self.epoch.transport.rate(lane.destination) or _ASSUMED_RATE)
+            for channel in self.epoch.channels.of(Stream.SUMS, runtime.role):
+                if channel.source == self.epoch.member:
+                    seconds += size / (channel.rate or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
         # Whom they are sent to takes as long for them as the main thread here, which passes wait for.
         taken = 2 * sum(self._taken_s.values())
@@ -129,9 +129,9 @@ class PartialSums(InContext):
         """An iteration is over, after ``seconds``: what is held of it is void."""
         self._micro_batch_s = seconds / self.ds.micro_batches
         self._held.clear()
-        for stream, _, lane in self.epoch.lanes:
-            if stream is Stream.SUMS and lane.destination == self.epoch.member:
-                self.epoch.transport.discard(lane, self.progress.sequence + 1)
+        for stream, _, channel in self.epoch.channels:
+            if stream is Stream.SUMS and channel.destination == self.epoch.member:
+                channel.discard(self.progress.sequence + 1)
 
     # -- sending ----------------------------------------------------------------------------------------------
 
@@ -153,8 +153,9 @@ class PartialSums(InContext):
         mark = part.marks.pop(count, None)
         if mark is None:  # it has gone on from other sums meanwhile
             return
-        lanes = [lane for lane in self.epoch.lanes.of(Stream.SUMS, runtime.role) if lane.source == self.epoch.member]
-        if any(self.epoch.transport.leaving(lane) >= NEWEST_SUMS for lane in lanes):
+        sent = self.epoch.channels.of(Stream.SUMS, runtime.role)
+        channels = [channel for channel in sent if channel.source == self.epoch.member]
+        if any(channel.leaving() >= NEWEST_SUMS for channel in channels):
             return  # passes come first on the network, which is slower than it was
         begin = time.perf_counter()
         self.epoch.session.confirm("sending sums of gradients")  # also passes that run behind the host must be whole
@@ -169,8 +170,8 @@ class PartialSums(InContext):
             self._hold((runtime.role, part.begin, part.end), sums)
         self._bytes[runtime.role] = sum(total.nbytes for total in gradients if total is not None)
         message = as_message({"begin": part.begin, "end": part.end, **vars(sums)})
-        for lane in lanes:
-            self.epoch.transport.send(lane, self.progress.sequence, message)
+        for channel in channels:
+            channel.send(self.progress.sequence, message)
         self._taken_s[runtime.role] = time.perf_counter() - begin
 
     def _copied(self, runtime: StageRuntime, part: Part) -> list[torch.Tensor | None] | None:
@@ -188,11 +189,11 @@ class PartialSums(InContext):
 
     def collect(self) -> None:
         """Take what has arrived of the operation under way; also after the epoch has ended, before the next one."""
-        for stream, role, lane in self.epoch.lanes:
-            if stream is not Stream.SUMS or lane.destination != self.epoch.member:
+        for stream, role, channel in self.epoch.channels:
+            if stream is not Stream.SUMS or channel.destination != self.epoch.member:
                 continue
             runtime = self.binding.runtimes.get(role)
-            for sequence, payload in self.epoch.transport.take(lane, runtime is None or runtime.parked):
+            for sequence, payload in channel.take(runtime is None or runtime.parked):
                 if sequence == self.progress.sequence:
                     told = from_message(payload)
                     place = role, told.pop("begin"), told.pop("end")
@@ -260,8 +261,8 @@ class PartialSums(InContext):
 
     def follow(self, replica: StageRuntime) -> None:
         """Have a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
-        lanes = self.epoch.lanes.of(Stream.SUMS, replica.role)
-        if not any(self.epoch.transport.ready(lane) for lane in lanes if lane.destination == self.epoch.member):
+        channels = self.epoch.channels.of(Stream.SUMS, replica.role)
+        if not any(channel.ready() for channel in channels if channel.destination == self.epoch.member):
             return
         self.collect()
         part = replica.share.part

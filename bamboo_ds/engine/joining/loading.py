@@ -99,13 +99,13 @@ class Loader(InContext):
             check_loadable(folder, tag, self.layout, how)
         except CheckpointError as error:
             refusal = str(error)
-        told = self.epoch.transport.exchange(refusal)
+        told = self.epoch.agreement.exchange(refusal)
         first = next((member for member, text in told.items() if text), None)
         if first is None:
             return
         if first == self.epoch.member:
             logger.error("%s", told[first])
-        self.epoch.transport.barrier()  # the end of a worker ends the others
+        self.epoch.agreement.barrier()  # the end of a worker ends the others
         refused = CheckpointError(told[first])
         refused.told_by = first
         raise refused
@@ -138,7 +138,7 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
         CheckpointError: there is none, or earlier starts cannot be kept from writing there. Training would begin
             anew then, and its checkpoints would take the place of those that are there.
     """
-    channel = epoch.channel
+    channel = epoch.job.channel
     told, job = channel.restart_from, channel.job
     if told is None:
         return None
@@ -219,6 +219,6 @@ def silence_earlier_starts(epoch: CurrentEpoch, places: Places, folder: str) -> 
     if not (plan.generation and epoch.leads):
         return
     if places.mirror is not None:
-        places.of(folder).take_over(epoch.channel.job, plan.lineage)
+        places.of(folder).take_over(epoch.job.channel.job, plan.lineage)
     elif os.access(folder, os.W_OK, effective_ids=True):
-        take_over(Path(folder), epoch.channel.job, plan.lineage)
+        take_over(Path(folder), epoch.job.channel.job, plan.lineage)

@@ -82,10 +82,10 @@ class Checkpoints(InContext):
             # It may be the one that is being written, by this start of the job or an earlier one.
             self.saves.wait()
             silence_earlier_starts(self.epoch, self.places, folder)
-            self.epoch.transport.barrier()
+            self.epoch.agreement.barrier()
         if self.places.mirror is not None:
             tag = self.places.bring(folder, tag)
-            self.epoch.transport.barrier()  # hosts that share the folder have all looked into it
+            self.epoch.agreement.barrier()  # hosts that share the folder have all looked into it
         result = self.loader.load(folder, tag, None, *args, **kwargs)
         self.copies.iteration.exchanged.loaded()
         name = os.path.relpath(os.path.dirname(result[0]), folder) if result[0] is not None else None
@@ -157,6 +157,6 @@ class End(InContext):
         if self.epoch.leads:
             self.saves.drop_own(self.epoch.plan)
         try:
-            self.epoch.transport.close()
+            self.epoch.session.conclude()
         except EpochChanged as error:
             logger.info("a member was lost after all had finished: %s", error)

@@ -18,7 +18,7 @@ from ...schedule import RoleProgress
 from ...state import Tree
 from ...topology import Role
 from ..checkpoints.saving import Saves
-from ..context.lanes import Stream
+from ..context.channels import Stream
 from ..context.operation import Outcome
 from ..context.shared import InContext
 from ..data.supply import BatchSupply
@@ -158,11 +158,11 @@ class Evaluation(InContext):
                 self._changed[role] = layers
 
     def _forward(self, role: Role, m: int) -> None:
-        last, lanes, transport = self.epoch.layout.stages - 1, self.epoch.lanes, self.epoch.transport
+        last, channels = self.epoch.layout.stages - 1, self.epoch.channels
         self.iteration.passes.use_role(role)
         buffers = self.ds.pipe_buffers
         if role.stage > 0:
-            buffers["inputs"][m] = transport.recv(lanes[Stream.ACTIVATION, role], m)
+            buffers["inputs"][m] = channels[Stream.ACTIVATION, role].recv(m)
         if role.stage in (0, last):
             self.iteration.passes.load(m)
         self.iteration.passes.forward(m)
@@ -170,7 +170,7 @@ class Evaluation(InContext):
         for each in buffers.values():
             each[m] = None
         if role.stage < last:
-            transport.send(lanes[Stream.ACTIVATION, Role(role.pipeline, role.stage + 1)], m, outputs)
+            channels[Stream.ACTIVATION, Role(role.pipeline, role.stage + 1)].send(m, outputs)
 
     def commit(self) -> None:
         vector = torch.zeros(self.epoch.layout.pipelines, dtype=torch.float64)
@@ -184,7 +184,7 @@ class Evaluation(InContext):
                 if torch.is_tensor(reduced) and bare(reduced).numel() == 1:
                     vector[runtime.role.pipeline] = float(reduced)
         self.supply.complete(self._micro_batches)
-        self.epoch.transport.drain()
+        self.epoch.drain()
         self.progress.operation.entered = True
         self.iteration.commits.agree(
             torch.cat([vector, encode_drawn(self.epoch.layout, self.iteration.commits.drawn())])

@@ -176,7 +176,7 @@ class ScriptCalls(InContext):
         self.progress.script.assigned.update(told)
         if changed.replacement is not None:
             local.pristine = changed.replacement.pristine
-        joins = self.epoch.channel.joiner and self.progress.script.behind
+        joins = self.job.channel.joiner and self.progress.script.behind
         if joins and self.replay.position != self.progress.script.target:
             return False  # what the others did long ago: copies that this member gets have it
         for runtime in self.binding.runtimes.values():
@@ -207,7 +207,7 @@ class ScriptCalls(InContext):
             self._restart(away, f"the script that changes {changed[0]} and the like in ")
         changes.note(self.progress.steps)
         if changes.count > 1:  # it would go on to do so
-            self.epoch.channel.need_every_rank()
+            self.job.channel.need_every_rank()
         if self.progress.steps:
             self._tell_once(
                 f"the script has changed {changed[0]} of its stage between two calls. Replicas follow, but a loss "
@@ -228,14 +228,14 @@ class ScriptCalls(InContext):
 
         A restart has a worker for each rank.
         """
-        self.epoch.channel.need_every_rank()
+        self.job.channel.need_every_rank()
         lost, checkpoint = self.epoch.plan.lost, self.epoch.job.newest_checkpoint(self.epoch.plan)
         raise FatalLoss([(role.pipeline, role.stage) for role in roles], lost, checkpoint, part=part)
 
     def _note_count(self) -> None:
         """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not self.progress.script.behind:
-            self.epoch.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
+            self.job.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
     def _follow_freezing(self) -> bool:
         """The script has frozen parameters of its stage, or made them trainable: whether others must know.
@@ -293,7 +293,7 @@ class ScriptCalls(InContext):
             "; ".join(filter(None, (lost, moved))),
             _OF_MESSAGES if lacking.operation in ("send", "recv") else _OF_COLLECTIVES,
         )
-        self.epoch.channel.event(
+        self.job.channel.event(
             "collective_incomplete",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,

@@ -181,7 +181,7 @@ class Training(InContext):
             if commits and self.iteration.checks.on:
                 with self.recording.span(Kind.REHEARSE):
                     self.iteration.checks.rehearse()
-            self.recording.execute(instruction)
+            self.recording.execute(instruction, self.epoch.channels)
             self.beats.beat()
             if until_commit and commits:
                 return
@@ -192,7 +192,7 @@ class Training(InContext):
         plan = self.epoch.plan
         idle, lent = (None, *plan.parked), {each.rank for each in plan.lent}
         shadowed = sum(shadow not in idle and rank not in lent for rank, shadow in enumerate(plan.shadows))
-        self.epoch.channel.event(
+        self.job.channel.event(
             "step",
             epoch=plan.epoch,
             step=self.progress.steps,

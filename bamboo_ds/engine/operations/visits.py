@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -97,8 +96,8 @@ class StageVisits(InContext):
             if runtime.role not in self._results:
                 self._results[runtime.role] = self._call(runtime)
         mine = {rank(each.role): each.trains() for each in self.binding.owned() if each.role in self._frozen}
-        told = self.epoch.transport.exchange(json.dumps(mine)).values()
-        self._trains = {self.epoch.layout.role(int(r)): on for each in told for r, on in json.loads(each).items()}
+        told = self.epoch.agreement.exchange(mine).values()
+        self._trains = {self.epoch.layout.role(int(r)): on for each in told for r, on in each.items()}
         self.commit()
 
     def _call(self, runtime: StageRuntime) -> Any:

@@ -19,7 +19,7 @@ import torch
 from ...errors import EpochChanged, FatalLoss
 from ...schedule import Decision
 from ...topology import Plan, Role
-from ..context.lanes import Stream
+from ..context.channels import Stream
 from ..context.shared import InContext
 from ..script.assigned import fingerprint
 from ..stage.layers import Changes
@@ -61,12 +61,11 @@ class Announcements(InContext):
         sequence = self.progress.sequence if self.progress.called else _BETWEEN
         assigned = sequence, fingerprint(self.progress.script.assigned)
         told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
-        transport = self.epoch.transport
         try:
-            for lane in self.epoch.lanes.of(Stream.TOLD, self.binding.local.role):
-                if lane.source == self.epoch.member:
-                    transport.send(lane, self.progress.sequence, told)
-            transport.drain()
+            for channel in self.epoch.channels.of(Stream.TOLD, self.binding.local.role):
+                if channel.source == self.epoch.member:
+                    channel.send(self.progress.sequence, told)
+            self.epoch.drain()
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
 
@@ -82,8 +81,8 @@ class Announcements(InContext):
         if not self.epoch.begun:
             return
         for replica in self.binding.replicas():
-            lane = self.epoch.lanes.to(Stream.TOLD, replica.role, self.epoch.member)
-            for _, told in self.epoch.transport.take(lane) if lane else ():
+            channel = self.epoch.channels.to(Stream.TOLD, replica.role, self.epoch.member)
+            for _, told in channel.take() if channel else ():
                 assert isinstance(told, torch.Tensor)
                 step, changed, sequence, assigned, *trained = told.tolist()
                 self.progress.script.told_assigned[replica.role] = sequence, assigned
@@ -116,7 +115,7 @@ class Announcements(InContext):
             (abandoned(roles, step), "the script that changes "),
         ):
             if found:
-                self.epoch.channel.need_every_rank()  # or the restart would end in the same way
+                self.job.channel.need_every_rank()  # or the restart would end in the same way
                 places = [(role.pipeline, role.stage) for role in found]
                 raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
 

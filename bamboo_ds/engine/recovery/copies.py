@@ -16,7 +16,7 @@ from ...observe.spans import Kind
 from ...schedule import Decision
 from ...state import Tree
 from ...topology import LONG_S, Layout, Plan, Role, without_copies
-from ..context.lanes import Stream
+from ..context.channels import Stream
 from ..context.shared import InContext
 from ..data.batches import as_message, from_message
 from ..iteration.parts import IterationParts
@@ -71,17 +71,17 @@ class Copies(InContext):
         """
         roles = list(roles)
         self.binding.refresh()
-        runtimes, member, transport = self.binding.runtimes, self.epoch.member, self.epoch.transport
+        runtimes, member = self.binding.runtimes, self.epoch.member
         for role in roles:
-            lanes = self.epoch.lanes.of(Stream.STATE, role)
-            if lanes and self.epoch.owns(role):
+            channels = self.epoch.channels.of(Stream.STATE, role)
+            if channels and self.epoch.owns(role):
                 message = as_message(capture(runtimes[role]))
-                for lane in lanes:
-                    transport.send(lane, self.progress.sequence, message)
+                for channel in channels:
+                    channel.send(self.progress.sequence, message)
         for role in roles:
-            incoming = self.epoch.lanes.to(Stream.STATE, role, member)
+            incoming = self.epoch.channels.to(Stream.STATE, role, member)
             if incoming is not None:
-                state = from_message(transport.recv(incoming, self.progress.sequence, parked=True))
+                state = from_message(incoming.recv(self.progress.sequence, parked=True))
                 construction = self.constructions.get(role)
                 if construction is not None:
                     construction.fetch.cancel()
@@ -93,7 +93,7 @@ class Copies(InContext):
                     if role in runtimes:
                         self.binding.drop(role)
                     runtimes[role] = self._build(role, state, self.binding.local.pristine)
-        transport.drain()
+        self.epoch.drain()
 
     def renew(self) -> None:
         """Make every replica anew from what its owner has now, as after a loss. Collective, between two operations.
@@ -197,7 +197,7 @@ class Copies(InContext):
         for role, source in sources.items():
             if role not in self.constructions:
                 self.constructions[role] = Construction(role, source, self._fetch(*source))
-                self.epoch.channel.activity.telling["copies"] = self.tell
+                self.job.channel.activity.telling["copies"] = self.tell
         within = decision.mode == "resume" and all_in_iteration(reports, step)
         if within or all_at_boundary(reports, step):
             self.binding.refresh()
@@ -235,7 +235,7 @@ class Copies(InContext):
     def _remove(self, construction: Construction) -> None:
         del self.constructions[construction.role]
         if not self.constructions:
-            self.epoch.channel.activity.telling.pop("copies", None)
+            self.job.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
         """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
@@ -265,26 +265,25 @@ class Copies(InContext):
         """
         if not self.constructions or not self._long or self.epoch.layout.sharded:
             return
-        lane = None if awaited is None else self.epoch.lanes.replica(awaited, self.epoch.member)
+        channel = None if awaited is None else self.epoch.channels.replica(awaited, self.epoch.member)
 
         def able() -> list[Construction]:
             local = self.binding.local.role
             return [each for each in self.constructions.values() if each.incoming is None and each.role != local]
 
-        transport = self.epoch.transport
         while True:
             for construction in able():
                 if construction.serves:
                     self.binding.refresh()
                     self._advance(construction)
-            if lane is None or transport.ready(lane):
+            if channel is None or channel.ready():
                 return
             if any(each.serves for each in able()):
                 continue  # it has yet to catch up
             coming = [each.fetch for each in able() if not each.fetch.complete]
             if not coming:
                 return
-            transport.await_either(lane, partial(_one_is_there, coming))
+            channel.await_either(partial(_one_is_there, coming))
 
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
@@ -312,7 +311,7 @@ class Copies(InContext):
         runtime.verification = Verification()  # its last step may have lacked the shards of others
         self._remove(construction)
         logger.info("the replica of role %s is complete", role)
-        self.epoch.channel.event(
+        self.job.channel.event(
             "replica_built",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
@@ -336,7 +335,7 @@ class Copies(InContext):
         self.iteration.measures.times.enter(self.epoch.plan.epoch)
         changed = any(runtime.layers.changes.count for runtime in self.binding.owned())
         state = WorkerState(
-            id=self.epoch.channel.member,
+            id=self.job.channel.member,
             epoch=self.epoch.plan.epoch,
             replicas=tuple(sorted(self.replicas())),
             lacked=self._lacked,
@@ -348,7 +347,7 @@ class Copies(InContext):
             outputs=self.iteration.measures.kept.outputs,
             redundant={} if self.iteration.checks.on else self.iteration.measures.kept.redundant,
         )
-        self.epoch.channel.report_state(state)
+        self.job.channel.report_state(state)
 
     def close(self) -> None:
         """End."""

@@ -60,7 +60,7 @@ class RecoveryProtocol(InContext):
     def run(self) -> Decision:
         """Enter the newest epoch and agree with its other members on how to go on::
 
-            loss noticed --> plan --> lanes --> roles --> reports <--> those of all members
+            loss noticed --> plan --> channels --> roles --> reports <--> those of all members
                                                              |
               ready <-- batches, shards <-- progress <-- decision
 
@@ -81,7 +81,7 @@ class RecoveryProtocol(InContext):
             self.iteration.boundaries.forget()
             self.roles.doubt_passes()
             self.announcements.listen()
-            if self.epoch.begun:  # lanes that are closed tell nothing any more
+            if self.epoch.begun:
                 self.iteration.boundaries.keep_given()
                 self.iteration.sums.collect()
             self.enter(plan)
@@ -90,7 +90,7 @@ class RecoveryProtocol(InContext):
             self.saves.follow(plan)
             self.progress.seen = self.progress.seen.plus(0.0, int(bool(plan.lost)))
         with self.recording.span(Kind.AGREE):
-            told = self.epoch.transport.exchange(self.report().model_dump_json())
+            told = self.epoch.agreement.exchange(self.report().model_dump_json())
             reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
             plan = self.epoch.plan = self.copies.planned(plan, reports)
             decision = self._decide(plan, reports)
@@ -152,7 +152,7 @@ class RecoveryProtocol(InContext):
         )
         progress.sequence = decision.step
         progress.steps, progress.consumed = newest.steps, newest.consumed
-        self.epoch.channel.ahead = newest.ahead
+        self.job.channel.ahead = newest.ahead
         self.adopt(newest)
 
     def adopt(self, facts: JobFacts) -> None:
@@ -218,7 +218,7 @@ class RecoveryProtocol(InContext):
             history=len(self.history),
             steps=self.progress.steps,
             iteration_s=self.iteration.measures.times.iteration_s,
-            ahead=self.epoch.channel.ahead,
+            ahead=self.job.channel.ahead,
             consumed=self.progress.consumed,
             seed=self.progress.seed,
             nonce=self.saves.nonce,

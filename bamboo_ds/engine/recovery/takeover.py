@@ -54,7 +54,7 @@ class Takeover(InContext):
             CallsDiffer: the scripts of other members have called something else.
         """
         self.recovery.operation, begin = operation, time.monotonic()
-        with self.epoch.channel.activity.at_work(), self.progress.calling(operation.call):
+        with self.job.channel.activity.at_work(), self.progress.calling(operation.call):
             self.announcements.begin_operation()
             outcome = self._attempt(operation) if self.epoch.session.aborted is None else Outcome.INTERRUPTED
             while outcome is Outcome.INTERRUPTED:
@@ -168,7 +168,7 @@ class Takeover(InContext):
         )
         supply.needs.tell(apart=supply.apart or supply.needs.apart)
         begin, operation = time.monotonic(), self.progress.operation
-        plan = self.epoch.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
+        plan = self.job.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         if operation.recovery is not None:  # training has paused for that worker as for any other plan
             waited = time.monotonic() - begin
             operation.recovery = replace(operation.recovery, planned=operation.recovery.planned + waited)
@@ -189,7 +189,7 @@ class Takeover(InContext):
 
     def _await_plan(self, patience_s: float) -> None:
         """All copies are complete: the leader writes the plan that they were made for."""
-        self.epoch.channel.await_boundary(self.epoch.plan.epoch, patience_s)
+        self.job.channel.await_boundary(self.epoch.plan.epoch, patience_s)
         try:
             self.epoch.switch_due = self.iteration.commits.all_know_more()
         except EpochChanged as error:
@@ -201,10 +201,10 @@ class Takeover(InContext):
         before = self.epoch.plan
         self.epoch.switch_due = False
         undisturbed = True
-        self.announcements.listen()  # lanes that are closed tell nothing any more
+        self.announcements.listen()  # channels that are concluded tell nothing any more
         try:
             self.epoch.session.confirm("changing the plan")  # which cuts off what devices are busy with
-            self.epoch.transport.close()
+            self.epoch.session.conclude()
         except EpochChanged as error:
             logger.info("interrupted at a boundary: %s", error)
             undisturbed = False
@@ -213,7 +213,7 @@ class Takeover(InContext):
         self.progress.operation.recovery = None
         pause = time.monotonic() - begin
         self.progress.operation.paused += pause
-        self.epoch.channel.event(
+        self.job.channel.event(
             "reconfigured",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,
@@ -227,7 +227,7 @@ class Takeover(InContext):
         self.progress.operation.recovery = None
         pause = recovery.planned + recovery.rebuilt
         self.progress.operation.paused += pause
-        self.epoch.channel.event(
+        self.job.channel.event(
             "recovered",
             epoch=self.epoch.plan.epoch,
             step=self.progress.steps,

@@ -240,7 +240,7 @@ class StageBuilder(InContext):
         self._told = parked, reason
         where = "parked" if parked else "on the device"
         logger.info("replicas that compute nothing are %s", f"{where}: {reason}" if reason else where)
-        self.epoch.channel.event(
+        self.job.channel.event(
             "replicas_placed",
             step=self.progress.steps,
             parked=parked,

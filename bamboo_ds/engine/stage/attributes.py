@@ -17,7 +17,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_map
 
 from ...bare import bare
-from ...comm.wire import DTYPES, as_bytes
+from ...comm.wire.payloads import DTYPES, as_bytes
 from ...state import ARRAYS, SCALARS, Tree
 
 #: Of layers, by the layers' names: attributes that are tensors or arrays, or a tuple, list or dictionary with some.

@@ -114,9 +114,9 @@ class DeepSpeedAdapter:
     # -- instructions and passes --------------------------------------------------------------------------
     # Handlers that compute are looked up in DeepSpeed's map: a script may have wrapped them there.
 
-    def execute(self, instruction: PipeInstruction) -> None:
-        """Execute an instruction as the engine's ``HANDLERS`` have it."""
-        self.engine.HANDLERS[type(instruction)](self.engine, **instruction.kwargs)
+    def execute(self, instruction: PipeInstruction, channels: object) -> None:
+        """Execute an instruction over ``channels`` as the engine's ``HANDLERS`` have it."""
+        self.engine.HANDLERS[type(instruction)](self.engine, channels, **instruction.kwargs)
 
     def load_micro_batch(self, buffer_id: int) -> None:
         """DeepSpeed's; it asks the engine's ``_next_batch`` for the batch."""

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from ...bare import bare
-from ...comm.transport import Payload
+from ...comm.wire.payloads import Payload
 from ...state import Tree, split
 
 #: What is computed, by a name that tells where, with a checksum for each time that it was.

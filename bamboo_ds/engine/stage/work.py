@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from ...comm.transport import Payload, Staged
+from ...comm.wire.payloads import Payload, Staged
 from ...errors import ProtocolError
 from ...schedule import PartProgress
 from ...state import Tree

@@ -22,8 +22,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.bare import bare
-from bamboo_ds.engine.context import records
-from bamboo_ds.engine.iteration import exactness, reduction
+from bamboo_ds.engine.iteration import reduction
 from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.stage import shares
 from bamboo_ds.engine.stage.clones import PristineOptimizer
@@ -33,7 +32,6 @@ from bamboo_ds.worker import plan_changes
 
 from ..simulated_deepspeed import Stage
 from ..simulated_engine import Cut, Member, Spec, World, state_of
-from ..simulated_network import SimulatedTransport
 from . import data, grammar, layers, optimizers
 from .attributes import made
 from .between import Between
@@ -418,8 +416,6 @@ def simulation() -> Iterator[None]:
     clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda seconds: None)
     with ExitStack() as patches:
         for module, name, value in (
-            (records, "Transport", SimulatedTransport),
-            (exactness, "Transport", SimulatedTransport),
             (replay, "time", clock),
             (reduction, "dist", groups),
             (shares, "dist", groups),

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterator
 from dataclasses import replace
 from typing import Any
 
-from bamboo_ds.engine.context.lanes import assists
+from bamboo_ds.engine.context.channels import assists
 from bamboo_ds.schedule import PartProgress, ways
 from bamboo_ds.topology import Role
 

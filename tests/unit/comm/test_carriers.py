@@ -21,6 +21,7 @@ from bamboo_ds.comm import connection as connections
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.carriers import sharing, slabs
 from bamboo_ds.comm.connection import Connection
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.errors import ProtocolError
 from tests.support.comm_worker import Cluster, Member
 from tests.support.connections import Ends, filled, same
@@ -36,13 +37,13 @@ def mappings() -> int:
     return Path("/proc/self/maps").read_text().count(" /memfd:bamboo-slabs")
 
 
-def carried(payload: wire.Payload) -> int:
+def carried(payload: payloads.Payload) -> int:
     """Segments that go by shared memory where a slab is free."""
     _, *segments = wire.encode(b"", 0, payload)
     return sum(sum(map(len, segment)) >= slabs.SMALLEST for segment in segments)
 
 
-def payloads() -> list[wire.Payload]:
+def sample_payloads() -> list[payloads.Payload]:
     """Around the ends of segments, odd, without order in memory, of many parts."""
     base = torch.randn(700, 900, generator=torch.Generator().manual_seed(5))
     sizes = [0, 1, slabs.SMALLEST - 1, slabs.SMALLEST, wire.SEGMENT - 1, wire.SEGMENT, wire.SEGMENT + 1, (5 << 20) + 77]
@@ -68,7 +69,7 @@ def ends(request: pytest.FixtureRequest) -> Iterator[Ends]:
 
 
 def test_every_size_arrives_whole_and_in_order(ends: Ends) -> None:
-    sent = payloads()
+    sent = sample_payloads()
     for number, payload in enumerate(sent):
         ends.send(1, number, payload)
         ends.pump()
@@ -172,7 +173,7 @@ def test_frames_in_pieces_of_any_size(seed: int, segment: int, shared: bool) -> 
         patch.setattr(connections, "_BUFFER", chance.choice([300, 1 << 16]))
         ends = Ends(shared)
         with closing(ends):
-            sent: dict[int, wire.Payload] = {}
+            sent: dict[int, payloads.Payload] = {}
             for epoch in range(1, 5):
                 last = chance.randrange(1, 6)  # of an epoch, all of which arrive if nothing ends it
                 for _ in range(last):
@@ -203,7 +204,7 @@ def test_memory_that_nobody_has_filled(ends: Ends) -> None:
 
 # -- memory for what arrives ----------------------------------------------------------------------------------
 def test_memory_is_used_again_when_its_message_is_dropped() -> None:
-    buffers = wire.Buffers(smallest=1000, most=10_000)
+    buffers = payloads.Buffers(smallest=1000, most=10_000)
     first, other = buffers.take(4000), buffers.take(4000)
     where = {first.data_ptr(), other.data_ptr()}
     assert len(where) == 2 and not any(place % 64 for place in where)
@@ -214,13 +215,13 @@ def test_memory_is_used_again_when_its_message_is_dropped() -> None:
     del part, other
     again = [buffers.take(4000) for _ in range(3)]
     assert where < {each.data_ptr() for each in again}
-    view = wire.view(again.pop())
+    view = payloads.view(again.pop())
     place = torch.frombuffer(view, dtype=torch.uint8).data_ptr()
     assert buffers.take(4000).data_ptr() != place, "its memory is looked at"
 
 
 def test_not_more_memory_is_kept_than_it_may() -> None:
-    buffers = wire.Buffers(smallest=1000, most=10_000)
+    buffers = payloads.Buffers(smallest=1000, most=10_000)
     many = [buffers.take(4000) for _ in range(5)] + [buffers.take(20_000), buffers.take(999)]
     assert not buffers._free
     del many
@@ -408,5 +409,4 @@ def end(made: Cluster) -> None:
 def give_up(member: Member) -> None:
     """As the engine's recovery does: close, whatever happened."""
     member.session.abort("recovery")
-    member.transport.close()
-    member.transport = None
+    member.conclude()

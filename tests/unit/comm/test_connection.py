@@ -26,6 +26,7 @@ from bamboo_ds.comm.connection import Connection
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
 from bamboo_ds.comm.places import Listener
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.errors import EpochChanged, PeerLost, ProtocolError
 from tests.support.connections import Ends, Incoming, filled, same
 from tests.support.hubs import Hubs, Inbox
@@ -55,7 +56,7 @@ def test_frames_around_the_ends_of_segments(ends: Ends, segments: int, relative:
 
 def test_frames_of_all_sizes(ends: Ends) -> None:
     """Thousands of small ones, many tensors, some MiB, keys that do not fit the block."""
-    sent: list[tuple[bytes, wire.Payload]] = [(b"small", filled(number % 40)) for number in range(3000)]
+    sent: list[tuple[bytes, payloads.Payload]] = [(b"small", filled(number % 40)) for number in range(3000)]
     sent += [(b"many", tuple(filled(number % 9) for number in range(2500)))]
     sent += [(b"k" * 300, filled(12)), (b"", None), (b"dims", torch.zeros([1] * 40)), (b"none", ())]
     sent += [(b"large", filled(size)) for size in (1 << 16, (1 << 18) + 1, 5 << 20)]
@@ -73,7 +74,7 @@ def test_what_has_been_taken_is_kept_no_longer(ends: Ends) -> None:
     """By the connection, which may have nothing more to read for as long as an optimizer steps."""
     arrived: list[weakref.ref[torch.Tensor]] = []
 
-    def take(connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[wire.WireTensor]) -> None:
+    def take(connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[payloads.WireTensor]) -> None:
         arrived.extend(weakref.ref(each.data) for each in tensors)
 
     ends.receiver.traffic = Incoming(take)
@@ -450,7 +451,7 @@ def hubs() -> Iterator[Hubs]:
     made.close()
 
 
-def say(hubs: Hubs, source: str, destination: str, epoch: int, sequence: int, payload: wire.Payload = None) -> None:
+def say(hubs: Hubs, source: str, destination: str, epoch: int, sequence: int, payload: payloads.Payload = None) -> None:
     connection = hubs[source].reach(destination, hubs[destination].place)
     connection.send(epoch, wire.encode(b"key", sequence, payload, epoch))
 

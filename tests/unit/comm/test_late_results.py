@@ -37,6 +37,10 @@ ELSEWHERE = torch.device("meta")
 LONG = timedelta(seconds=60)
 
 
+def _refused(*asked: object) -> Any:
+    pytest.fail("neither a meeting nor a store")
+
+
 class Alone:
     """One member's groups in an epoch, and a collective that is under way."""
 
@@ -44,7 +48,7 @@ class Alone:
         self.life = Lifetime(3, lambda member, reason: None)
         nobody: Any = SimpleNamespace(changed=Signal(), leave=lambda epoch, over: None)
         links = Links(self.life, nobody, ("a", "b"), "a", ("", ""))
-        self.groups = Groups(links, lambda *asked: pytest.fail("no store"), "a", "127.0.0.1", LONG)
+        self.groups = Groups(links, _refused, _refused, "a", "127.0.0.1", LONG)
 
     def begin(self, inner: Any = None, limit: timedelta = LONG) -> tuple[BambooWork, torch.Tensor, Any]:
         tensor = torch.zeros(3)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from bamboo_ds.comm import wire
 from bamboo_ds.comm.calls.messages import ScriptMessages
-from bamboo_ds.comm.wire import PeerMessage
+from bamboo_ds.comm.wire import payloads
+from bamboo_ds.comm.wire.payloads import PeerMessage
 from bamboo_ds.engine.recovery.takeover import Takeover
 from bamboo_ds.errors import EpochChanged, FatalLoss
 from bamboo_ds.topology import Layout, Plan
@@ -41,19 +41,19 @@ class Links:
     def inbox(self, key: bytes) -> deque[PeerMessage]:
         return self._inbox.setdefault(key, deque())
 
-    def message(self, sequence: int, structure: int, tensors: list[wire.WireTensor]) -> PeerMessage:
-        return PeerMessage(self.member, sequence, structure, tensors, 0.0)
+    def keep(self, key: bytes, sequence: int, payload: payloads.Payload) -> None:
+        self.deliver(key, PeerMessage(self.member, sequence, *payloads.copied(payload), arrival=0.0))
 
     def deliver(self, key: bytes, message: PeerMessage) -> None:
         self.services.get(key, self.inbox(key).append)(message)
 
-    def send(self, member: str, key: bytes, sequence: int, payload: wire.Payload) -> None:
+    def send(self, member: str, key: bytes, sequence: int, payload: payloads.Payload) -> None:
         self.check()
         if key.endswith(b"/had") and self.job.drops_answers:
             return
         self.job.sent.append((self.member, member))
-        structure, tensors = wire.copied_tensors(payload)
-        self.job.links[member].deliver(key, self.message(sequence, structure, tensors))
+        message = PeerMessage(self.member, sequence, *payloads.copied(payload), arrival=0.0)
+        self.job.links[member].deliver(key, message)
 
     def wait(self, operation: str, ready: Callable[[], bool], members: Any, timeout: timedelta | None) -> bool:
         self.check()

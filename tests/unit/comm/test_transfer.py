@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from bamboo_ds.comm import wire
 from bamboo_ds.comm.bulk import offers as offering
 from bamboo_ds.comm.bulk.offers import Offer, Offers, TokenBucket
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.errors import TransferError, UnsupportedError
 from bamboo_ds.secret import NONE, JobSecret
 from bamboo_ds.state import join, split
@@ -31,7 +32,8 @@ __all__ = ["hubs", "nothing_left", "offers"]  # fixtures
 
 def test_every_dtype_and_form(hubs: Hubs, offers: Offers) -> None:
     filled = [
-        torch.randint(0, 2, (12 * d.itemsize,), dtype=torch.uint8).view(d).reshape(3, 4) for d in wire.DTYPES.values()
+        torch.randint(0, 2, (12 * d.itemsize,), dtype=torch.uint8).view(d).reshape(3, 4)
+        for d in payloads.DTYPES.values()
     ]
     assert {torch.bfloat16, torch.bool, torch.float8_e4m3fn, torch.complex64} <= {t.dtype for t in filled}
     forms = [
@@ -124,7 +126,7 @@ def test_pieces_are_all_bytes_in_order(sizes: list[int], piece_bytes: int, text:
         byte for piece in pieces for byte in piece.tolist()
     ]
     assert all(0 < len(piece) <= piece_bytes for piece in pieces)
-    assert [each.shape for each in wire.described(wire.view(head))] == [(text,), *((size,) for size in sizes)]
+    assert [each.shape for each in wire.described(payloads.view(head))] == [(text,), *((size,) for size in sizes)]
 
 
 # -- who asks early, late, or without right ------------------------------------------------------------

@@ -7,8 +7,8 @@ import socket
 import pytest
 import torch
 
-from bamboo_ds.comm import wire
 from bamboo_ds.comm.bulk.offers import Offer, Offers
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.errors import TransferError
 from tests.support.hubs import Hubs
 from tests.support.transfer import HEAD, PROOF, Proxy, fetch, get, hubs, nothing_left, offers, same, state, wait_for
@@ -84,7 +84,7 @@ def test_a_silent_connection_is_given_up(hubs: Hubs, offers: Offers) -> None:
 
 
 def test_another_version(hubs: Hubs, offers: Offers, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(wire._CODES, torch.float32, 99)
+    monkeypatch.setitem(payloads.CODES, torch.float32, 99)
     offer = Offer(1, "", [torch.zeros(1)], paced=True)
     monkeypatch.undo()
     offers._offers["k"] = offer

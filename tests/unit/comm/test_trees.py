@@ -13,11 +13,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from bamboo_ds.comm.agreement import Agreement, _join, _sum
 from bamboo_ds.comm.lifetime import Lifetime
 from bamboo_ds.comm.links import Links
-from bamboo_ds.comm.transport import _as_texts, _join, _sum
 from bamboo_ds.comm.tree import FAN_OUT, Tree
-from bamboo_ds.comm.wire import Payload, written
+from bamboo_ds.comm.wire.payloads import Payload, read, written
 from bamboo_ds.errors import NotMet
 from tests.support.hubs import Hubs
 
@@ -30,7 +30,7 @@ def trees(count: int, fan_out: int | None) -> dict[str, Tree]:
 
 
 def combined(found: dict[str, Tree], payloads: dict[str, Payload], merge: object) -> Payload:
-    """As :meth:`Links.all_gather` goes up the tree."""
+    """As :meth:`Agreement.gather` goes up the tree."""
 
     def of(name: str) -> Payload:
         children = found[name].children
@@ -93,7 +93,7 @@ def test_texts_of_all_arrive(count: int, fan_out: int) -> None:
     found = trees(count, fan_out)
     texts = {name: f"{name} ü" * number for number, name in enumerate(found)}
     total = combined(found, {name: written({name: text}) for name, text in texts.items()}, _join)
-    assert _as_texts(total) == texts
+    assert read(total) == texts
 
 
 class Together:
@@ -108,20 +108,20 @@ class Together:
         self.hubs = Hubs([f"m{number}" for number in range(count)])
         self.telling = threading.Semaphore(0)
         self.told: list[tuple[str, tuple[str, ...]]] = []
-        self.links = {name: self._links(name, tell_after_s) for name in self.hubs}
+        self.links: dict[str, Links] = {}
+        self.agreements: dict[str, Agreement] = {}
+        members = tuple(self.hubs)
+        for name in members:
+            life = Lifetime(1, lambda member, reason: None, lambda host, port: None)
+            links = self.links[name] = Links(life, self.hubs[name], members, name, self.hubs.places)
+            awaited = partial(self._tell, name)
+            self.agreements[name] = Agreement(links, members, awaited=awaited, tell_after_s=tell_after_s)
 
-    def _links(self, name: str, tell_after_s: float) -> Links:
-        return Links(
-            Lifetime(1, lambda member, reason: None, lambda host, port: None),
-            self.hubs[name],
-            tuple(self.hubs),
-            name,
-            self.hubs.places,
-            awaited=lambda members, seconds: self._tell(name, members),
-            tell_after_s=tell_after_s,
-        )
+    def enter(self, name: str) -> None:
+        self.links[name].enter()
+        self.agreements[name].enter()
 
-    def _tell(self, name: str, members: Sequence[str]) -> None:
+    def _tell(self, name: str, members: Sequence[str], seconds: float) -> None:
         self.told.append((name, tuple(members)))
         self.telling.release()
 
@@ -129,14 +129,14 @@ class Together:
         """What all together are, for one of them."""
         number = int(name[1:])
         mine = torch.nn.functional.one_hot(torch.tensor(number), len(self.hubs)) * (number + 1)
-        return self.links[name].all_gather("a test", mine, _sum)
+        return self.agreements[name].gather("a test", mine, _sum)
 
     def await_parents(self, names: list[str]) -> None:
         """Each of ``names`` knows that its parent has entered."""
         for name in names:
-            parent, heard, changed = self.links[name]._tree.parent, self.links[name]._heard, self.links[name].changed
-            with changed:
-                assert parent is None or changed.wait_for(partial(heard.__contains__, parent), 30)
+            links, parent = self.links[name], self.agreements[name]._tree.parent
+            with links.changed:
+                assert parent is None or links.changed.wait_for(partial(links.heard.__contains__, parent), 30)
 
 
 @pytest.mark.parametrize("count", [1, 2, 5, 6, 14])
@@ -144,8 +144,8 @@ def test_all_get_what_all_are_together(count: int) -> None:
     together = Together(count, 60.0)
     names = list(together.hubs)
     with ThreadPoolExecutor(count) as pool:
-        for links in together.links.values():
-            links.enter()
+        for name in names:
+            together.enter(name)
         for _ in range(3):
             for found in pool.map(together.gather, names):
                 assert isinstance(found, torch.Tensor) and found.tolist() == list(range(1, count + 1))
@@ -165,13 +165,13 @@ def test_who_has_not_come_is_told_by_those_who_wait_for_it_alone() -> None:
     here = [name for name in names if name != "m2"]
     with ThreadPoolExecutor(6) as pool:
         for name in here:
-            together.links[name].enter()
+            together.enter(name)
         together.await_parents(here)
         running = [pool.submit(together.gather, name) for name in here]
         for _ in range(3):  # by then all the others have waited long enough, too
             assert together.telling.acquire(timeout=30)
         assert set(together.told) == {("m0", ("m2",))}
-        together.links["m2"].enter()
+        together.enter("m2")
         running.append(pool.submit(together.gather, "m2"))
         for each in running:
             found = each.result(30)
@@ -194,9 +194,9 @@ def test_a_round_that_is_not_met_names_who_is_missing() -> None:
     together = Together(3, 60.0)
     here = ["m0", "m2"]
     for name in here:
-        together.links[name].enter()
+        together.enter(name)
     with pytest.raises(NotMet, match=r"in a test for m1, m2$") as error:
-        together.links["m0"].meet("a test", b"x", list(together.hubs), timedelta(seconds=0.05))
+        together.agreements["m0"].meet("a test", b"x", list(together.hubs), timedelta(seconds=0.05))
     assert list(error.value.members) == ["m1", "m2"]
     together.hubs.close()
 
@@ -206,11 +206,11 @@ def test_who_waits_for_others_is_not_accused_alone() -> None:
     together = Together(15, 60.0)
     limits = {"m0": 0.2, "m1": 0.3, "m2": 0.4}
     for name in limits:
-        together.links[name].enter()
+        together.enter(name)
 
     def meet(name: str) -> str:
         with pytest.raises(NotMet) as error:
-            together.links[name].meet("a test", b"x", list(together.hubs), timedelta(seconds=limits[name]))
+            together.agreements[name].meet("a test", b"x", list(together.hubs), timedelta(seconds=limits[name]))
         return str(error.value).partition(" in a test for ")[2]
 
     with ThreadPoolExecutor(len(limits)) as pool:

@@ -18,8 +18,9 @@ import pytest
 import torch
 
 from bamboo_ds.comm import inner, wire
+from bamboo_ds.comm.channel import Channel
 from bamboo_ds.comm.inner import GLOO, NCCL, kind_for, own_kind, use_for_cuda
-from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.config import BambooConfig, RedundancyMode
 from bamboo_ds.control.agent.command import as_local_rank, local_rank
 from bamboo_ds.control.registry.records import DeviceRecord
@@ -120,37 +121,40 @@ def test_kinds(
 def test_tensors_are_received_on_the_device_of_their_receiver() -> None:
     """Whatever the number of the sender's, and whatever thread receives them."""
     structure, (there, here) = (
-        wire.TUPLE,
-        [wire._in_host_memory(t) for t in (far(1.0, 2.0, device="xpu:3"), torch.ones(1))],
+        payloads.TUPLE,
+        [payloads.in_host_memory(t) for t in (far(1.0, 2.0, device="xpu:3"), torch.ones(1))],
     )
     assert there.data.device == here.data.device == torch.device("cpu")
     with FakeDriver():
-        got = wire.assemble(structure, [there, here], torch.device("xpu:1"))
+        got = payloads.assemble(structure, [there, here], torch.device("xpu:1"))
     assert isinstance(got, tuple) and isinstance(got[0], torch.Tensor)
     assert [each.device for each in got] == [torch.device("xpu:1"), torch.device("cpu")]
     head = wire.describe((far(1.0, device="cuda:7"), torch.ones(2)))
     assert [each.on_device for each in wire.described(head)] == [True, False]
-    plain = wire.assemble(structure, [there, here])
+    plain = payloads.assemble(structure, [there, here])
     assert isinstance(plain, tuple) and [each.device.type for each in plain] == ["cpu", "cpu"], "copies of state"
     assert plain[0].tolist() == [1.0, 2.0]
 
 
 def test_what_roles_of_one_member_hand_on_stays_on_its_device() -> None:
-    lane, inboxes = Lane(1, "m0", "m0", "act (0,0)->(0,1)"), defaultdict[bytes, deque[Any]](deque)
-    links = SimpleNamespace(
+    inboxes = defaultdict[bytes, deque[Any]](deque)
+
+    def keep(key: bytes, sequence: int, payload: Any) -> None:
+        inboxes[key].append(payloads.PeerMessage("m0", sequence, *payloads.copied(payload), arrival=0.0))
+
+    links: Any = SimpleNamespace(
+        member="m0",
+        life=SimpleNamespace(check=lambda operation: None),
         changed=threading.Condition(),
         inbox=lambda key, newest: inboxes[key],
-        deliver=lambda key, message: inboxes[key].append(message),
-        message=lambda sequence, *content: wire.PeerMessage("m0", sequence, *content, arrival=0.0),
+        keep=keep,
         wait=lambda operation, ready, members, timeout: ready(),
     )
-    life, plan = SimpleNamespace(aborted=None), SimpleNamespace(members=("m0",))
-    epoch: Any = SimpleNamespace(links=links, life=life, plan=plan, member="m0", number=1, next_transport=lambda: 1)
-    transport = Transport(epoch, [lane], torch.device("xpu:2"))
+    channel = Channel(links, torch.device("xpu:2"), "activation (0,1) from m0 to m0", "m0", "m0")
     for sequence in range(2):
-        transport.send(lane, sequence, far(1.0, device="xpu:2"))
+        channel.send(sequence, far(1.0, device="xpu:2"))
     with FakeDriver():
-        got = transport.recv(lane, 0), *(payload for _, payload in transport.take(lane))
+        got = channel.recv(0), *(payload for _, payload in channel.take())
     assert [each.device for each in got if isinstance(each, torch.Tensor)] == [torch.device("xpu:2")] * 2
 
 
@@ -235,12 +239,11 @@ def test_what_a_device_has_no_room_for_is_taken_into_host_memory() -> None:
 
     message = SimpleNamespace(sequence=3, payload=payload)
     this: Any = SimpleNamespace(
-        _inbox=lambda lane: messages, _links=SimpleNamespace(changed=threading.Lock()), _device=torch.device("cpu")
+        _arrived=lambda: messages, _links=SimpleNamespace(changed=threading.Lock()), _device=torch.device("cpu")
     )
-    this._brought = partial(Transport._brought, this)
+    this._brought = partial(Channel._brought, this)
     messages = deque([message])
-    lane: Any = None
-    ((sequence, found),) = Transport.take(this, lane)
+    ((sequence, found),) = Channel.take(this)
     assert sequence == 3 and isinstance(found, torch.Tensor) and not messages and asked == [False, True]
 
 
@@ -255,7 +258,8 @@ def test_replicas_without_room_on_the_device_wait_until_the_next_plan(monkeypatc
     context: Any = SimpleNamespace(
         binding=binding,
         ds=SimpleNamespace(device=HOST),
-        epoch=SimpleNamespace(channel=channel, member="m0"),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(member="m0"),
         progress=SimpleNamespace(steps=4),
         settings=BambooConfig(),
         mode=RedundancyMode.AUTO,
@@ -313,15 +317,16 @@ def test_sums_without_room_on_the_device_stay_where_they_are() -> None:
     layout = Layout(1, 2)
     plan = with_redundancy(initial_plan(["m0", "m1"]), layout, True)
     epoch = SimpleNamespace(
-        channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values})),
         plan=plan,
         member="m0",
-        transport=None,
         shadows=lambda role: True,
     )
     context: Any = SimpleNamespace(
         binding=binding,
         ds=SimpleNamespace(device=torch.device("cpu"), num_stages=2),
+        job=SimpleNamespace(
+            channel=SimpleNamespace(event=lambda name, **values: told.append({"event": name, **values}))
+        ),
         epoch=epoch,
         progress=SimpleNamespace(steps=7),
         settings=BambooConfig(),
@@ -358,7 +363,8 @@ def test_redundant_passes_rest_where_nothing_is_free(
     context: Any = SimpleNamespace(
         binding=SimpleNamespace(replicas=lambda: [replica]),
         ds=SimpleNamespace(device=torch.device("xpu:0")),
-        epoch=SimpleNamespace(sharing=1, channel=channel, plan=SimpleNamespace(epoch=4)),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(sharing=1, plan=SimpleNamespace(epoch=4)),
         progress=SimpleNamespace(steps=7),
         settings=BambooConfig(),
     )

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import functools
 import inspect
-import json
 import re
 import textwrap
 from types import SimpleNamespace
@@ -349,7 +348,7 @@ def test_what_members_compare() -> None:
     assert describe(torch.ones(2)) != describe(torch.zeros(2)) and describe(Net().loss) == "Net.loss"
 
 
-class Transport:
+class Agreement:
     """Sums what this member gives with what others do."""
 
     def __init__(self, members: dict[str, tuple[bool, dict[str, str]]], mine: str) -> None:
@@ -361,10 +360,9 @@ class Transport:
         total[-4:-2] = torch.tensor([sum(prints), sum(each**2 for each in prints)], dtype=torch.float64)
         return total
 
-    def exchange(self, text: str) -> dict[str, str]:
-        told = {member: json.dumps(each) for member, each in self.members.items()}
-        assert told[self.mine] == text
-        return told
+    def exchange(self, value: Any) -> dict[str, Any]:
+        assert self.members[self.mine] == tuple(value)
+        return dict(self.members)
 
 
 @pytest.mark.parametrize(
@@ -385,14 +383,14 @@ class Transport:
 def test_the_commit_compares(members: Any, error: Any, message: str) -> None:
     progress = Progress(seed=1)
     progress.script.assigned = members["m0"][1]
-    job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1)
     channel = SimpleNamespace(joiner=members["m0"][0])
+    job: Any = SimpleNamespace(await_fence=lambda: None, boundary=lambda busy: 1, channel=channel)
     plan = SimpleNamespace(members=("m0", "m1"), epoch=1)
-    epoch: Any = SimpleNamespace(job=job, channel=channel, plan=plan, member="m0", owns=lambda role: True)
-    epoch.transport = Transport(members, "m0")
+    epoch: Any = SimpleNamespace(job=job, plan=plan, member="m0", owns=lambda role: True)
+    epoch.agreement, epoch.drain = Agreement(members, "m0"), lambda: None
     epoch.session = SimpleNamespace(confirm=lambda operation: None)
     nothing: Any = SimpleNamespace(busy=False)
-    context: Any = SimpleNamespace(epoch=epoch, progress=progress)
+    context: Any = SimpleNamespace(job=job, epoch=epoch, progress=progress)
     own: Any = SimpleNamespace(saves=nothing)
     commits = Commits(context, nothing, own, nothing, {}, ())
     if error is None:

@@ -170,9 +170,10 @@ def member_with(
         runtimes[role] = StageRuntime(role, owned=PLAN.owner(role) == held_by)
         runtimes[role].verification = Verification(shared=7, valid=role not in differing)
     channel = SimpleNamespace(event=lambda kind, **fields: told.append({"kind": kind, **fields}))
-    transport = SimpleNamespace(all_reduce=lambda tensor: told.append({"kind": "all know"}))
+    agreement = SimpleNamespace(all_reduce=lambda tensor: told.append({"kind": "all know"}))
     context: Any = SimpleNamespace(
-        epoch=SimpleNamespace(plan=plan, layout=plan.world, member=held_by, channel=channel, transport=transport),
+        job=SimpleNamespace(channel=channel),
+        epoch=SimpleNamespace(plan=plan, layout=plan.world, member=held_by, agreement=agreement),
         binding=SimpleNamespace(runtimes=runtimes),
         progress=SimpleNamespace(steps=4),
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import time
-from collections import defaultdict, deque
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
@@ -22,8 +21,8 @@ from torch.utils._pytree import tree_map
 
 from bamboo_ds.compat import cast_module
 from bamboo_ds.config import BambooConfig
+from bamboo_ds.engine.context.channels import Channels
 from bamboo_ds.engine.context.history import History
-from bamboo_ds.engine.context.lanes import Lanes
 from bamboo_ds.engine.context.records import Progress
 from bamboo_ds.engine.data.batches import PipelineBatches, Source
 from bamboo_ds.engine.data.supply import BatchSupply, Needs
@@ -37,6 +36,7 @@ from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import EpochChanged, FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision, PartProgress, RoleProgress
 from bamboo_ds.topology import Layout, Plan, Role, initial_plan, takeover, with_redundancy
+from tests.support.channels import Mailboxes
 from tests.support.nccl.streams import LateMark, LateStreams
 from tests.support.planning import undivided
 
@@ -260,62 +260,39 @@ def test_passes_that_a_takeover_repeats() -> None:
 # -- boundaries ---------------------------------------------------------------------------------------------
 
 
-class Mailboxes:
-    """A transport among members of one process."""
-
-    def __init__(self) -> None:
-        self.lanes: dict[str, deque[Any]] = defaultdict(deque)
-
-    def send(self, lane: Any, sequence: int, payload: Any) -> Any:
-        self.lanes[lane.name].append((sequence, payload))
-        return payload
-
-    def recv(self, lane: Any, sequence: int, parked: bool = False) -> Any:
-        number, payload = self.lanes[lane.name].popleft()
-        assert number == sequence
-        return payload
-
-    def arrival(self, lane: Any) -> float | None:
-        return None
-
-    def put_aside(self, payload: Any) -> Any:
-        return payload
-
-
 @pytest.mark.parametrize("retain", [False, True])
 def test_boundaries(retain: bool) -> None:
     """What was sent is kept for a new owner of its receiver; inputs that arrive collect gradients."""
     plan, mail = plan_of(Layout(1, 3)), Mailboxes()
-    made = []
+    channels, made = Channels(plan, mail.open, shadow_gradients=True), []
     for stage in range(3):
         binding: Any = SimpleNamespace(current=StageRuntime(Role(0, stage), owned=True))
         ds: Any = SimpleNamespace(pipe_buffers={"inputs": [None] * 2}, grad_layer=None)
-        lanes = Lanes(plan, shadow_gradients=True)
-        epoch: Any = SimpleNamespace(plan=plan, layout=plan.world, member=f"m{stage}", lanes=lanes, transport=mail)
+        epoch: Any = SimpleNamespace(plan=plan, layout=plan.world, member=f"m{stage}")
         context: Any = SimpleNamespace(ds=ds, binding=binding, epoch=epoch, progress=Progress(seed=1), retains=retain)
         made.append(Boundaries(context, IdleTimes()))
         made[-1].hosts = tuple((owner,) for owner in plan.owners)
     first, second, third = made
     outputs = first.binding.current.share.part.activations
     outputs[0] = (torch.ones(2), torch.ones(2, dtype=torch.int64))
-    first.send_activations(0)
+    first.send_activations(channels, 0)
     assert (0 in outputs) == retain
-    second.recv_activations(0)
+    second.recv_activations(channels, 0)
     floating, whole = second.ds.pipe_buffers["inputs"][0]
     assert floating.requires_grad and floating.is_leaf and not whole.requires_grad
     gradients = third.binding.current.share.part.gradients
     gradients[0] = torch.full((2,), 3.0)
-    third.send_grads(0)
-    second.recv_grads(0)
+    third.send_grads(channels, 0)
+    second.recv_grads(channels, 0)
     assert second.ds.grad_layer.tolist() == [3.0, 3.0] and (0 in gradients) == retain
-    assert [name for name, sent in mail.lanes.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
+    assert [name for name, sent in mail.sent.items() if sent] == ["shadow_gradient (0,1) from m2 to m0"]
     if not retain:
         return
     third.progress.operation.resumed = True  # shadows do no backward passes in what is resumed
-    third.send_grads(0)
-    third.resend_grad(0)
-    first.resend_activation(0)
-    assert {name: len(sent) for name, sent in mail.lanes.items()} == {
+    third.send_grads(channels, 0)
+    third.resend_grad(channels, 0)
+    first.resend_activation(channels, 0)
+    assert {name: len(sent) for name, sent in mail.sent.items()} == {
         "activation (0,1) from m0 to m1": 1,
         "gradient (0,1) from m2 to m1": 2,
         "shadow_gradient (0,1) from m2 to m0": 1,

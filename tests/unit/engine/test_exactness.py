@@ -17,7 +17,7 @@ from torch import nn
 
 from bamboo_ds.config import parse_block
 from bamboo_ds.control.agent.command import worker_environment
-from bamboo_ds.engine.context.lanes import RehearsalLanes, Stream
+from bamboo_ds.engine.context.channels import RehearsalChannels, Stream
 from bamboo_ds.engine.iteration.exactness import ExactChecks
 from bamboo_ds.engine.iteration.facts import as_text, differences, only_rounded
 from bamboo_ds.engine.stage.optimizers import PlainOptimizer
@@ -27,6 +27,7 @@ from bamboo_ds.job_settings import JobSettings
 from bamboo_ds.schedule import ResendActivation, ResendGrad, UseRole, rehearsal_passes, rehearsal_sends
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
 from bamboo_ds.variables import checked_steps
+from tests.support.channels import Ends
 from tests.support.settings import agent
 
 pytestmark = pytest.mark.claim("guides/exactness.md")
@@ -40,9 +41,10 @@ def test_a_rehearsal_does_what_is_missing(stages: int, micro_batches: int, data:
     """In each stage, from any number of redundant passes; what it receives its neighbours send, in order."""
     layout = Layout(1, stages + 1)
     plan = with_redundancy(initial_plan([f"m{n}" for n in range(layout.size)]), layout, True)
-    lanes = RehearsalLanes(plan)
-    assert lanes.roles == list(layout.roles) and lanes.reported == list(layout.roles)
-    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
+    channels = RehearsalChannels(plan, Ends)
+    assert channels.roles == list(layout.roles) and channels.reported == list(layout.roles)
+    names = [channel.name for _, _, channel in channels]
+    assert len({*names}) == len(names)
     role = data.draw(st.sampled_from(layout.roles))
     forwards = data.draw(st.integers(0, micro_batches))
     backwards = data.draw(st.integers(0, forwards))
@@ -63,7 +65,7 @@ def test_a_rehearsal_does_what_is_missing(stages: int, micro_batches: int, data:
     sent = {Stream.ACTIVATION: 0, Stream.GRADIENT: 0}
     for member in plan.members:
         current = None
-        for instruction in rehearsal_sends(plan, member, lanes.roles, micro_batches):
+        for instruction in rehearsal_sends(plan, member, channels.roles, micro_batches):
             if isinstance(instruction, UseRole):
                 current = instruction.role
                 assert plan.owner(current) == member
@@ -71,7 +73,7 @@ def test_a_rehearsal_does_what_is_missing(stages: int, micro_batches: int, data:
             assert current is not None
             stream = {ResendActivation: Stream.ACTIVATION, ResendGrad: Stream.GRADIENT}[type(instruction)]
             to = Role(0, current.stage + (1 if stream is Stream.ACTIVATION else -1))
-            assert lanes[stream, to].source == member and lanes[stream, to].destination == plan.shadow(to)
+            assert channels[stream, to].source == member and channels[stream, to].destination == plan.shadow(to)
             sent[stream] += 1
     assert set(sent.values()) == {stages * micro_batches}
 
@@ -125,11 +127,12 @@ def test_what_may_be_rounding_does_not_end_a_job_on_devices_that_round(monkeypat
     enabled = False
 
     def ends(mine: Any, device: str = "cuda", asked: bool = False, what: str = "rehearsal") -> bool:
-        epoch = SimpleNamespace(layout=Layout(1, 2), channel=SimpleNamespace(event=lambda *_, **__: None))
+        epoch = SimpleNamespace(layout=Layout(1, 2))
+        job = SimpleNamespace(channel=SimpleNamespace(event=lambda *_, **__: None))
         ds, progress = SimpleNamespace(device=torch.device(device)), SimpleNamespace(steps=1)
         redundancy = SimpleNamespace(bears=False, check_exact=3 if asked else None)
         settings = SimpleNamespace(redundancy=redundancy)
-        context: Any = SimpleNamespace(ds=ds, epoch=epoch, progress=progress, settings=settings)
+        context: Any = SimpleNamespace(ds=ds, job=job, epoch=epoch, progress=progress, settings=settings)
         checks: Any = ExactChecks(context, None, None, None)  # type: ignore[arg-type]
         try:
             checks._compare(Role(0, 1), mine, theirs, what)

@@ -86,7 +86,7 @@ def test_how_long_it_may_last() -> None:
 def test_the_end_of_the_script_needs_no_etcd(ends: bool) -> None:
     epoch: Any = MagicMock(plan=plan(), member="a")
     epoch.job.boundary.return_value = 0
-    epoch.transport.all_reduce = lambda vector: vector
+    epoch.agreement.all_reduce = lambda vector: vector
     progress, nothing = Progress(seed=1), MagicMock()
     context = MagicMock(epoch=epoch, progress=progress)
     commits = Commits(context, nothing, nothing, nothing, {}, ())

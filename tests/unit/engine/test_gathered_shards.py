@@ -1,4 +1,4 @@
-"""Shards of partitioned optimizers after a step: owners of a stage gather them, other holders get them over lanes."""
+"""Shards of partitioned optimizers after a step: owners of a stage gather them, other holders get them by channels."""
 
 from __future__ import annotations
 
@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 
-from bamboo_ds.comm.transport import Lane
 from tests.model.test_takeover_cuts import simulated
 from tests.support.simulated_engine import Cut, Spec, World, same, state_of
-from tests.support.simulated_network import SimulatedTransport
+from tests.support.simulated_network import SimulatedChannel
 
 __all__ = ["simulated"]
 
@@ -19,23 +18,23 @@ pytestmark = pytest.mark.claim("state.md", "reference/guarantees.md")
 
 
 def gathers_and_messages(world: World, monkeypatch: pytest.MonkeyPatch) -> tuple[list[int], Counter[tuple[str, str]]]:
-    """How often each member of ``world`` has gathered shards, and how many messages of them have gone over lanes."""
+    """How often each member of ``world`` has gathered shards, and how many messages of them have gone over channels."""
     messages: Counter[tuple[str, str]] = Counter()
-    send = SimulatedTransport.send
+    send = SimulatedChannel.send
 
-    def counting(self: SimulatedTransport, lane: Lane, sequence: int, payload: Any) -> Any:
-        if lane.name.startswith("shard "):
-            messages[lane.source, lane.destination] += 1
-        return send(self, lane, sequence, payload)
+    def counting(self: SimulatedChannel, sequence: int, payload: Any) -> Any:
+        if self.name.startswith("shard "):
+            messages[self.source, self.destination] += 1
+        return send(self, sequence, payload)
 
     with monkeypatch.context() as patch:
-        patch.setattr(SimulatedTransport, "send", counting)
+        patch.setattr(SimulatedChannel, "send", counting)
         world.run()
     return [member.gathered for member in world.members.values()], messages
 
 
 def test_owners_gather_once_after_each_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And nothing goes between them over lanes."""
+    """And nothing goes between them over channels."""
     world = World(Spec(pipelines=2, stages=2, iterations=4, sharded=True), 0)
     gathers, messages = gathers_and_messages(world, monkeypatch)
     assert gathers == [4] * 4

@@ -87,19 +87,19 @@ class Member:
         channel = SimpleNamespace(
             activity=SimpleNamespace(at_work=nullcontext), event=lambda kind, **_: self.events.append(kind)
         )
+        job = SimpleNamespace(channel=channel, await_fence=lambda: self.events.append("fence"))
         self.epoch: Any = SimpleNamespace(
-            channel=channel,
-            job=SimpleNamespace(await_fence=lambda: self.events.append("fence")),
-            session=SimpleNamespace(aborted=aborted, confirm=lambda operation: None),
+            job=job,
+            session=SimpleNamespace(aborted=aborted, confirm=lambda operation: None, conclude=lambda: None),
             layout=LAYOUT,
             plan=PLAN,
             member="a",
             switch_due=False,
             copied=False,
-            transport=SimpleNamespace(close=lambda: None),
         )
         context: Any = SimpleNamespace(
             binding=SimpleNamespace(use=lambda _: None, local=None),
+            job=job,
             epoch=self.epoch,
             progress=self.progress,
             beats=SimpleNamespace(busy=lambda _: nullcontext()),
@@ -311,7 +311,7 @@ def test_a_replica_that_is_given_up_is_free_at_once() -> None:
     construction = Construction(Role(0, 1), ("a", "key"), fetch)
     construction.kept.append(Kept(3, lambda runtime, made=construction: None))  # type: ignore[misc]
     context: Any = SimpleNamespace(
-        epoch=SimpleNamespace(channel=SimpleNamespace(activity=SimpleNamespace(telling={}))),
+        job=SimpleNamespace(channel=SimpleNamespace(activity=SimpleNamespace(telling={}))),
         binding=SimpleNamespace(local=None),
     )
     iteration: Any = SimpleNamespace(constructions={construction.role: construction})

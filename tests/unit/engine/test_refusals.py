@@ -194,7 +194,7 @@ def test_what_cannot_be_frozen_exactly() -> None:
     plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), layout, True)
     needed: list[bool] = []
     channel = SimpleNamespace(need_every_rank=lambda: needed.append(True))
-    job = SimpleNamespace(newest_checkpoint=lambda plan: None)
+    job = SimpleNamespace(newest_checkpoint=lambda plan: None, channel=channel)
     away = replace(
         plan, members=plan.members[:2], script_ranks=plan.script_ranks[:2], owners=("m0", "m1", "m1"), lost=("m2",)
     )
@@ -206,7 +206,8 @@ def test_what_cannot_be_frozen_exactly() -> None:
         calls = ScriptCalls.__new__(ScriptCalls)
         calls.context = SimpleNamespace(  # type: ignore[assignment]
             binding=SimpleNamespace(local=local, runtimes={local.role: local}),
-            epoch=SimpleNamespace(plan=plan_now, job=job, channel=channel),
+            job=job,
+            epoch=SimpleNamespace(plan=plan_now, job=job),
             progress=SimpleNamespace(script=SimpleNamespace(behind=False)),
         )
         with pytest.raises(kind, match=reason):

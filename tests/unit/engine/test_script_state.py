@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from bamboo_ds.engine.checkpoints.kept import keeping_types, load_kept, save_kept
-from bamboo_ds.engine.context.lanes import Lanes, Stream
+from bamboo_ds.engine.context.channels import Channels, Stream
 from bamboo_ds.engine.context.records import Progress, ScriptPhase
 from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.engine.recovery.announcements import Announcements, RoleChanges, abandoned, lacking
@@ -37,6 +37,7 @@ from bamboo_ds.engine.stage.tracing import content_checksum
 from bamboo_ds.errors import FatalLoss, UnsupportedError
 from bamboo_ds.schedule import Decision
 from bamboo_ds.topology import Layout, Role, initial_plan, with_redundancy
+from tests.support.channels import Mailboxes
 from tests.support.planning import undivided
 
 pytestmark = pytest.mark.claim("guides/exactness.md", "reference/guarantees.md")
@@ -76,11 +77,11 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
     role = RoleReport(role=(0, 1), parts=(), reduced=True, state_only=True, changes=Changes(1, 4))
     reports: Any = {"m0": SimpleNamespace(roles=(role,), steps=4)}
     told: list[str] = []
-    epoch = SimpleNamespace(
-        job=SimpleNamespace(newest_checkpoint=lambda plan: None),
+    job = SimpleNamespace(
+        newest_checkpoint=lambda plan: None,
         channel=SimpleNamespace(need_every_rank=lambda: told.append("every rank")),
     )
-    context: Any = SimpleNamespace(epoch=epoch, progress=Progress(seed=1))
+    context: Any = SimpleNamespace(job=job, epoch=SimpleNamespace(job=job), progress=Progress(seed=1))
     announcements = Announcements(context)
     progress = {Role(0, stage): undivided(state_only=stage == 1) for stage in (0, 1)}
     with pytest.raises(FatalLoss, match="has just changed in stage 1 of pipeline 0"):
@@ -92,48 +93,53 @@ def test_a_change_that_went_with_a_reduction_that_is_done_again() -> None:
 def test_all_who_hold_a_stage_are_told_also_when_the_plan_changes() -> None:
     plan = with_redundancy(initial_plan(["m0", "m1", "m2"]), Layout(1, 3), True)
     builder = next(member for member in ("m1", "m2") if member != plan.shadow(Role(0, 0)))
-    lanes = Lanes(replace(plan, builders=((0, builder),)), False)
-    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
-    sent: list[Any] = []
-    transport = SimpleNamespace(send=lambda *what: sent.append(what), drain=lambda: None)
+    mail = Mailboxes()
+    channels = Channels(replace(plan, builders=((0, builder),)), mail.open, False)
+    assert len({channel.name for _, _, channel in channels}) == len(list(channels))
     local = SimpleNamespace(role=Role(0, 0), trained=None)
     binding: Any = SimpleNamespace(local=local)
-    epoch: Any = SimpleNamespace(lanes=lanes, transport=transport, member="m0")
+    epoch: Any = SimpleNamespace(channels=channels, drain=lambda: None, member="m0")
     progress = Progress(seed=1, sequence=5, steps=3)
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
     announcements = Announcements(context)
     announcements.tell_again()
-    assert not sent
+    assert not any(mail.sent.values())
     progress.script.changed.add("w")
     local.trained = [True, False]
     announcements.tell_again()
-    assert [lane.destination for lane, _, _ in sent] == [plan.shadow(Role(0, 0)), builder]
-    assert all(sequence == 5 and told.tolist() == [3, 1, -1, 0, 1, 0] for _, sequence, told in sent)
+    assert list(mail.sent) == [f"told (0,0) from m0 to {holder}" for holder in (plan.shadow(Role(0, 0)), builder)]
+    told = [(sequence, payload.tolist()) for sent in mail.sent.values() for sequence, payload in sent]
+    assert told == [(5, [3, 1, -1, 0, 1, 0])] * 2
     progress.script.phase = ScriptPhase.JOINING
     announcements.tell_again()
-    assert len(sent) == 2, "a member that joins has changed nothing"
+    assert sum(map(len, mail.sent.values())) == 2, "a member that joins has changed nothing"
 
 
 def test_what_is_assigned_is_told_when_nothing_can_follow() -> None:
     """Between two operations a script may go on to assign, and what is compared then differs from what it has later."""
     plan = with_redundancy(initial_plan(["m0", "m1"]), Layout(1, 2), True)
-    sent: list[Any] = []
-    transport = SimpleNamespace(send=lambda *what: sent.append(what[2].tolist()), drain=lambda: None)
+    mail = Mailboxes()
     binding: Any = SimpleNamespace(local=SimpleNamespace(role=Role(0, 0), trained=None))
-    epoch: Any = SimpleNamespace(lanes=Lanes(plan, False), transport=transport, member="m0")
+    epoch: Any = SimpleNamespace(channels=Channels(plan, mail.open, False), drain=lambda: None, member="m0")
     progress = Progress(seed=1, sequence=5, steps=3)
     progress.script.assigned["engine.value"] = "1"
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=progress)
-    announcements, known = Announcements(context), fingerprint(progress.script.assigned)
+    sent = mail.sent["told (0,0) from m0 to m1"]
+    message = 5, [3, 0, 5, fingerprint(progress.script.assigned)]
+
+    def told() -> list[Any]:
+        return [(sequence, payload.tolist()) for sequence, payload in sent]
+
+    announcements = Announcements(context)
     announcements.tell_again()
     assert not sent, "a plan that changes between two operations"
     announcements.assigned = True
     with progress.calling("train_batch"):
         for _ in range(2):
             announcements.begin_operation()
-        assert sent == [[3, 0, 5, known]], "once"
+        assert told() == [message], "once"
         announcements.tell_again()
-        assert sent == [[3, 0, 5, known]] * 2, "a plan that changes in an operation"
+        assert told() == [message] * 2, "a plan that changes in an operation"
         progress.end_operation()
         announcements.tell_again()
         assert len(sent) == 2, "after an operation, before the script goes on"
@@ -156,9 +162,10 @@ def test_what_a_lost_owner_has_told(step: int) -> None:
     )
     binding: Any = SimpleNamespace(replicas=lambda: [replica], refresh=lambda: None, reload=lambda: None)
     given = [torch.tensor([step, 1, 0, 0]), torch.tensor([step, 0, 0, 0, 1, 0])]
-    told = {Lanes(plan, False)[Stream.TOLD, role]: [(step, each) for each in given]}
-    transport = SimpleNamespace(take=lambda lane: told.pop(lane, []))
-    epoch: Any = SimpleNamespace(begun=True, lanes=Lanes(plan, False), transport=transport, member="m0")
+    channels = Channels(plan, Mailboxes().open, False)
+    for each in given:
+        channels[Stream.TOLD, role].send(step, each)
+    epoch: Any = SimpleNamespace(begun=True, channels=channels, member="m0")
     context: Any = SimpleNamespace(binding=binding, epoch=epoch, progress=Progress(seed=1, steps=3))
     announcements = Announcements(context)
     for _ in range(2):  # the second time nothing has arrived

@@ -12,7 +12,7 @@ from deepspeed.runtime import utils
 from torch import distributed as dist
 
 from bamboo_ds.bare import bare
-from bamboo_ds.engine.context.lanes import Lanes, Stream, gathers
+from bamboo_ds.engine.context.channels import Channels, Stream, gathers
 from bamboo_ds.engine.stage import sharded, shares
 from bamboo_ds.engine.stage.answers import Answers
 from bamboo_ds.engine.stage.commit import (
@@ -30,6 +30,7 @@ from bamboo_ds.engine.stage.shares import Shares, all_reduce, shares_of
 from bamboo_ds.errors import EpochChanged, ProtocolError
 from bamboo_ds.topology import Layout, Lent, Plan, Role
 from bamboo_ds.topology.planner import initial_plan, takeover, with_redundancy
+from tests.support.channels import Ends
 from tests.support.gloo import on_threads
 
 pytestmark = pytest.mark.claim("concepts.md", "reference/guarantees.md")
@@ -120,10 +121,10 @@ PLAN = with_redundancy(initial_plan(["a", "b", "c", "d"]), Layout(2, 2, sharded=
 
 
 def shards_sent(plan: Plan) -> set[tuple[str, str, str]]:
-    """What goes over lanes under ``plan``: a role, its owner, and who gets its shard."""
-    lanes = Lanes(plan, False)
-    assert len({lane.tag for lane in lanes.all()}) == len(lanes.all())
-    return {(str(role), lane.source, lane.destination) for stream, role, lane in lanes if stream is Stream.SHARD}
+    """What goes over channels under ``plan``: a role, its owner, and who gets its shard."""
+    channels = list(Channels(plan, Ends, False))
+    assert len({channel.name for _, _, channel in channels}) == len(channels)
+    return {(str(role), each.source, each.destination) for stream, role, each in channels if stream is Stream.SHARD}
 
 
 def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> None:
@@ -137,7 +138,7 @@ def test_every_holder_of_a_stage_gets_the_shards_that_it_does_not_compute() -> N
     assert shards_sent(replace(plan, builders=((0, "b"),))) == first | last, "an owner that builds one has gathered it"
     divided = replace(plan, layout=replace(plan.world, blocks=(2, 2)), lent=(Lent(0, 1, "front"),))
     assert shards_sent(divided) == first | last and gathers(divided, Role(0, 0)), "owners step what they have lent"
-    unsharded = Lanes(replace(plan, layout=Layout(2, 2)), False)
+    unsharded = Channels(replace(plan, layout=Layout(2, 2)), Ends, False)
     assert Stream.SHARD not in {stream for stream, _, _ in unsharded}
 
 

@@ -159,7 +159,7 @@ def test_marks_are_made_for_those_who_could_go_on_from_sums() -> None:
 
 def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
     """4 GB on a network of 3 GB per second, in iterations of 4.8 s: nothing, of 480 s: after two micro-batches."""
-    lane = SimpleNamespace(source="a", destination="b")
+    channel = SimpleNamespace(source="a", destination="b", rate=3e9)
     runtime = SimpleNamespace(role=Role(0, 0), trainable=lambda: [SimpleNamespace(nbytes=4e9)])
     context: Any = SimpleNamespace(
         binding=SimpleNamespace(owned=lambda: [runtime]),
@@ -167,8 +167,7 @@ def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) 
         epoch=SimpleNamespace(
             plan=SimpleNamespace(epoch=1),
             member="a",
-            lanes=SimpleNamespace(of=lambda stream, role: [lane]),
-            transport=SimpleNamespace(rate=lambda member: 3e9),
+            channels=SimpleNamespace(of=lambda stream, role: [channel]),
         ),
         mode=RedundancyMode.LAZY,
         settings=BambooConfig(),
@@ -185,14 +184,13 @@ def test_that_sums_cost_too_much_is_told_once(caplog: pytest.LogCaptureFixture) 
     assert "no sums are sent in the middle of iterations of 4.8 s, since they take 1.33 s of the" in record.message
 
 
-def sending(transport: Any, accumulated: Any) -> tuple[PartialSums, Any]:
+def sending(channel: Any, accumulated: Any) -> tuple[PartialSums, Any]:
     """A member that is to send the sums of micro-batch 0 of its stage to member b."""
     part = Part(0, 1, {})
     part.marks[1] = {"layers": {}, "losses": {}}
     optimizer = SimpleNamespace(accumulated=accumulated)
     runtime = SimpleNamespace(role=Role(0, 0), share=SimpleNamespace(part=part), optimizer=optimizer)
     runtime.results = SimpleNamespace(consumed={})
-    lanes = SimpleNamespace(of=lambda stream, role: [SimpleNamespace(source="a", destination="b")])
     context: Any = SimpleNamespace(
         binding=SimpleNamespace(current=runtime),
         layout=SimpleNamespace(slices=1),
@@ -202,8 +200,7 @@ def sending(transport: Any, accumulated: Any) -> tuple[PartialSums, Any]:
         epoch=SimpleNamespace(
             plan=SimpleNamespace(epoch=1),
             member="a",
-            lanes=lanes,
-            transport=transport,
+            channels=SimpleNamespace(of=lambda stream, role: [channel]),
             session=SimpleNamespace(confirm=lambda what: None),
         ),
     )
@@ -217,8 +214,8 @@ def sending(transport: Any, accumulated: Any) -> tuple[PartialSums, Any]:
 def test_sums_that_the_network_has_not_taken_are_not_added_to(leaving: int) -> None:
     """Else they would be as many as an iteration has, where passes of the other member keep the network busy."""
     sent: list[Any] = []
-    transport = SimpleNamespace(leaving=lambda lane: leaving, send=lambda *message: sent.append(message))
-    sums, part = sending(transport, lambda parameters: [])
+    channel = SimpleNamespace(source="a", leaving=lambda: leaving, send=lambda *message: sent.append(message))
+    sums, part = sending(channel, lambda parameters: [])
     sums.send(0)
     assert len(sent) == (leaving < 2) and not part.marks
 
@@ -227,7 +224,7 @@ def test_sums_that_find_no_memory_are_not_sent_under_this_plan(caplog: pytest.Lo
     def full(parameters: object) -> None:
         raise torch.OutOfMemoryError("there is none")
 
-    sums, _ = sending(SimpleNamespace(leaving=lambda lane: 0), full)
+    sums, _ = sending(SimpleNamespace(source="a", leaving=lambda: 0), full)
     assert sums.every == 1
     sums.send(0)
     assert sums.every == 0 and "no sums of gradients are sent" in caplog.text

@@ -22,6 +22,9 @@ from bamboo_ds.observe.spans import Head, Kind, Span, SpanFile, path_for, read_t
 from bamboo_ds.schedule import FillBubble, RecvReplica
 from bamboo_ds.topology import Role
 
+#: What instructions are given.
+CHANNELS: Any = object()
+
 pytestmark = pytest.mark.claim("guides/timelines.md")
 
 
@@ -108,7 +111,8 @@ class Worker:
         self.fails = False
         self._around_losses = AroundLosses()
 
-    def _execute(self, instruction: Any) -> None:
+    def _execute(self, instruction: Any, channels: Any) -> None:
+        assert channels is CHANNELS
         self.executed += 1
         if self.fails:
             raise EpochChanged("a test says so")
@@ -116,7 +120,7 @@ class Worker:
     def iteration(self, disturbed: bool = False) -> list[int]:
         """An iteration; returns those that the agent writes then."""
         with self.recording.iteration():
-            self.recording.execute(ForwardPass(0))
+            self.recording.execute(ForwardPass(0), CHANNELS)
             if disturbed:
                 self.recover()
                 assert self._chosen() == [], "members recover: nothing is written now"
@@ -138,12 +142,12 @@ def test_instructions_are_recorded_with_their_roles_and_marks() -> None:
     worker = Worker("all")
     worker.progress.operation.redone = {(Role(0, 1), 0): (2, 1)}
     for instruction in (ForwardPass(1), ForwardPass(2), FillBubble("grad", 0), RecvReplica(Role(0, 2))):
-        worker.recording.execute(instruction)
-    worker.recording.execute(BackwardPass(0))
-    worker.recording.execute(BackwardPass(1))
+        worker.recording.execute(instruction, CHANNELS)
+    worker.recording.execute(BackwardPass(0), CHANNELS)
+    worker.recording.execute(BackwardPass(1), CHANNELS)
     worker.fails = True
     with pytest.raises(EpochChanged):
-        worker.recording.execute(RecvActivation(3))
+        worker.recording.execute(RecvActivation(3), CHANNELS)
     with pytest.raises(EpochChanged), worker.recording.span(Kind.AGREE):
         raise EpochChanged("a test says so")
     spans = worker.reader.read()
@@ -165,7 +169,7 @@ def test_instructions_are_recorded_with_their_roles_and_marks() -> None:
 def test_nothing_is_recorded_where_it_is_off(mode: str, pipe: bool) -> None:
     worker = Worker(mode, pipe)
     with worker.recording.iteration(), worker.recording.span(Kind.AGREE):
-        worker.recording.execute(ForwardPass(0))
+        worker.recording.execute(ForwardPass(0), CHANNELS)
     assert (worker.executed, worker.reader.read()) == (1, [])
     worker.reader.close()
 

@@ -53,7 +53,9 @@ def save(folder: Path, tag: str = "step40", **more: Any) -> str:
 def find(told: str | None, place: Path | None = None) -> list[str] | None:
     """What the leader of the first restart finds."""
     channel = SimpleNamespace(restart_from=told, job="job")
-    epoch: Any = SimpleNamespace(channel=channel, plan=SimpleNamespace(lineage=("o", 1), origin="o"))
+    epoch: Any = SimpleNamespace(
+        job=SimpleNamespace(channel=channel), plan=SimpleNamespace(lineage=("o", 1), origin="o")
+    )
     found = newest_whole(epoch, Places(), None if place is None else str(place))
     return None if found is None else list(found)
 
@@ -159,7 +161,7 @@ def test_what_a_later_start_loads_from_earlier_ones_change_no_more(folder: Path)
 
     def load(generation: int, leads: bool = True) -> bool:
         plan = SimpleNamespace(generation=generation, lineage=("o", generation))
-        epoch = SimpleNamespace(channel=SimpleNamespace(job="job"), plan=plan, leads=leads)
+        epoch = SimpleNamespace(job=SimpleNamespace(channel=SimpleNamespace(job="job")), plan=plan, leads=leads)
         silence_earlier_starts(epoch, Places(), str(folder))
         return is_over(folder, ("o", 0))
 

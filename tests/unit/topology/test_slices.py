@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.control.registry.vacancies import choose_script_rank
-from bamboo_ds.engine.context.lanes import Lanes, assists
+from bamboo_ds.engine.context.channels import Channels, assists
 from bamboo_ds.engine.data.batches import as_message, from_message
 from bamboo_ds.errors import ProtocolError, UnsupportedError
 from bamboo_ds.schedule import (
@@ -36,6 +36,7 @@ from bamboo_ds.topology import (
 from bamboo_ds.topology.planner import plan as next_plan
 from bamboo_ds.topology.roles import groups_like
 from bamboo_ds.topology.slices import merged, only
+from tests.support.channels import Ends
 from tests.support.compare import differences
 from tests.support.planning import plan_of, undivided
 from tests.support.programs import play
@@ -231,7 +232,7 @@ def test_newcomers_run_as_the_slice_that_needs_them() -> None:
 def test_no_redundant_passes() -> None:
     plan = sliced(Layout(2, 3, slices=2))
     assert not any(assists(plan, role) for role in plan.world.roles)
-    names = [lane.name for lane in Lanes(plan, shadow_gradients=True).all()]
+    names = [channel.name for _, _, channel in Channels(plan, Ends, shadow_gradients=True)]
     assert not any("shadow" in name for name in names) and any("replica" in name for name in names)
 
 

@@ -1,4 +1,4 @@
-"""The pipeline transport: bit-exact, in order, abortable, and nothing of it is left behind."""
+"""The form of messages: every bit arrives, and what is no message is refused."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from bamboo_ds.comm import wire
+from bamboo_ds.comm.wire import payloads
 from bamboo_ds.errors import ProtocolError
 from tests.support.comm_worker import (
     portable,
@@ -17,13 +18,13 @@ from tests.support.comm_worker import (
 pytestmark = pytest.mark.claim("concepts.md", "guides/security.md", "reference/limits.md")
 
 
-def payloads() -> list[wire.Payload]:
+def sample_payloads() -> list[payloads.Payload]:
     """Every dtype, awkward shapes and layouts, small, large and many."""
     generator = torch.Generator().manual_seed(3)
     base = torch.randn(60, 70, generator=generator)
     special = torch.tensor([float("nan"), float("inf"), -0.0, 1e-45])
-    every = [torch.arange(-3, 4).to(dtype) for dtype in wire._CODES if dtype != torch.complex32]
-    found: list[wire.Payload] = [
+    every = [torch.arange(-3, 4).to(dtype) for dtype in payloads.CODES if dtype != torch.complex32]
+    found: list[payloads.Payload] = [
         None,
         torch.tensor(3.5),
         torch.empty(0),
@@ -57,7 +58,7 @@ def flat(payload: Any) -> Any:
 
 # -- the form of messages -------------------------------------------------------------------------------------
 def test_wire_keeps_every_bit() -> None:
-    for number, payload in enumerate(payloads()):
+    for number, payload in enumerate(sample_payloads()):
         frame = wire.encode(b"some key", number, payload, 7)
         assert all(0 < sum(map(len, segment)) <= wire.SEGMENT for segment in list(frame)[1:])
         stream = bytearray(b"".join(itertools.chain(*frame)))
@@ -70,8 +71,8 @@ def test_wire_keeps_every_bit() -> None:
             part.data.copy_(torch.frombuffer(bytearray(stream[:size] or b"0"), dtype=torch.uint8)[:size])
             del stream[:size]
         assert (key, head.sequence, head.epoch, head.kind) == (b"some key", number, 7, wire.DATA) and not stream
-        assert flat(wire.assemble(head.structure, parts)) == flat(payload)
-        assert flat(wire.assemble(*wire.copied_tensors(payload))) == flat(payload)
+        assert flat(payloads.assemble(head.structure, parts)) == flat(payload)
+        assert flat(payloads.assemble(*payloads.copied(payload))) == flat(payload)
 
 
 @pytest.mark.parametrize(

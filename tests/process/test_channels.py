@@ -1,4 +1,4 @@
-"""The pipeline transport: bit-exact, in order, abortable, and nothing of it is left behind."""
+"""Channels and agreement: bit-exact, in order, abortable, and nothing of it is left behind."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 
 from bamboo_ds.comm.handshake import Handshake, calling
 from bamboo_ds.comm.places import Place
-from bamboo_ds.comm.transport import Lane, Transport
+from bamboo_ds.devices.accelerators import HOST
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.secret import NONE
 from tests.support.comm_worker import (
@@ -30,7 +30,7 @@ from tests.support.comm_worker import (
     take_census,
 )
 from tests.support.etcd import wait_until
-from tests.unit.comm.test_transport import flat, payloads
+from tests.unit.comm.test_wire import flat, sample_payloads
 
 pytestmark = pytest.mark.claim("concepts.md", "guides/security.md", "reference/limits.md")
 
@@ -39,28 +39,25 @@ LOST = ("EpochChanged", "PeerLost")
 
 @pytest.fixture(scope="module")
 def trio(fork_server: None) -> Iterator[Cluster]:
-    """Three members that many tests share; each test leaves all three alive, without a transport."""
+    """Three members that many tests share; each test leaves all three alive, without channels."""
     with cluster(3, world=False) as made:
         yield made
 
 
-def lanes_of(member: Member) -> list[Lane]:
-    """A ring both ways, a mailbox each, and a second lane between the first two."""
+def ends_of(member: Member) -> dict[str, tuple[str, str]]:
+    """A ring both ways, a mailbox each, and a second channel between the first two."""
     names = member.session.plan.members
     pairs = [(source, destination) for source in names for destination in names]
-    found = [Lane(tag, *pair, f"{pair[0]}>{pair[1]}") for tag, pair in enumerate(pairs)]
-    return [*found, Lane(1000, names[0], names[-1], "second")]
+    return {**{f"{source}>{destination}": (source, destination) for source, destination in pairs}, "second": pairs[2]}
 
 
-def open_transport(member: Member) -> None:
-    found = lanes_of(member)
-    member.lanes = {lane.name: lane for lane in found}
-    member.transport = Transport.open(member.session, found)
+def open_channels(member: Member) -> None:
+    epoch = member.session.current
+    member.channels = {name: epoch.open(HOST, name, *ends) for name, ends in ends_of(member).items()}
 
 
-def close_transport(member: Member) -> None:
-    member.transport.close()
-    member.transport = None
+def conclude(member: Member) -> None:
+    member.conclude()
 
 
 def inside(made: Cluster, function: Any, *arguments: Any) -> list[Any]:
@@ -213,62 +210,62 @@ def test_a_frame_that_cannot_be_written_ends_the_connection() -> None:
         assert outcome is not None and outcome.kind == "PeerLost", outcome
 
 
-# -- transport ------------------------------------------------------------------------------------------------
+# -- channels, agreement --------------------------------------------------------------------------------------
 def everything_to_everybody(member: Member) -> list[Any]:
     names, me = member.session.plan.members, member.name
-    sent = payloads()
+    sent = sample_payloads()
     for number, payload in enumerate(sent):
         for other in names:
-            member.transport.send(member.lanes[f"{me}>{other}"], 10 + number, payload)
-    member.transport.drain()
+            member.channels[f"{me}>{other}"].send(10 + number, payload)
+    member.session.current.drain()
     received = []
     for other in names:
-        lane = member.lanes[f"{other}>{me}"]
-        received.append([flat(member.transport.recv(lane, 10 + number)) for number in range(len(sent))])
-        assert not member.transport.ready(lane) and member.transport.arrival(lane) is None
+        channel = member.channels[f"{other}>{me}"]
+        received.append([flat(channel.recv(10 + number)) for number in range(len(sent))])
+        assert not channel.ready() and channel.arrival() is None
     expected = [flat(payload) for payload in sent]
     return [found == expected for found in received]
 
 
 def collectives(member: Member) -> Any:
     rank = member.session.plan.members.index(member.name)
-    total = member.transport.all_reduce(torch.tensor([1.0, 10.0**rank, 0.1], dtype=torch.float64))
-    member.transport.barrier()
-    names = member.transport.exchange("ü" * 3000 * rank + member.name)
+    total = member.session.current.agreement.all_reduce(torch.tensor([1.0, 10.0**rank, 0.1], dtype=torch.float64))
+    member.session.current.agreement.barrier()
+    names = member.session.current.agreement.exchange("ü" * 3000 * rank + member.name)
     return portable(total), {name: (len(text), text[-2:]) for name, text in names.items()}
 
 
 def test_every_payload_on_every_lane(trio: Cluster) -> None:
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     assert inside(trio, everything_to_everybody) == [[True] * 3] * 3
     results = inside(trio, collectives)
     assert results[0] == results[1] == results[2]
     assert results[0][1] == {"m0": (2, "m0"), "m1": (3002, "m1"), "m2": (6002, "m2")}
-    inside(trio, close_transport)
+    inside(trio, conclude)
 
 
 def wrong_order(member: Member) -> list[Any]:
     names, me = member.session.plan.members, member.name
     successor, predecessor = names[(names.index(me) + 1) % 3], names[names.index(me) - 1]
-    lane, transport = member.lanes[f"{predecessor}>{me}"], member.transport
+    channel = member.channels[f"{predecessor}>{me}"]
     for sequence in (3, 5):
-        transport.send(member.lanes[f"{me}>{successor}"], sequence, torch.ones(2))
-    transport.drain()
-    transport.barrier()
-    transport.discard(lane, 5)  # what was sent before
+        member.channels[f"{me}>{successor}"].send(sequence, torch.ones(2))
+    member.session.current.drain()
+    member.session.current.agreement.barrier()
+    channel.discard(5)  # what was sent before
     found: list[Any] = []
     for sequence in (4, 6, 5):
         try:
-            found.append(transport.recv(lane, sequence).tolist())
+            found.append(channel.recv(sequence).tolist())
         except ProtocolError as error:
-            found.append(str(error).startswith(f"lane {lane.name}: expected message {sequence}, got 5"))
-            found.append(transport.ready(lane) and time.monotonic() - 60 < transport.arrival(lane) <= time.monotonic())
+            found.append(str(error).startswith(f"channel {channel.name}: expected message {sequence}, got 5"))
+            found.append(channel.ready() and time.monotonic() - 60 < channel.arrival() <= time.monotonic())
     try:
-        transport.recv(lane, 6, timedelta(milliseconds=20))
+        channel.recv(6, timedelta(milliseconds=20))
     except TimeoutError:
         found.append("timeout")
-    for wrong in (lambda: transport.recv(member.lanes[f"{me}>{successor}"], 0), lambda: transport.send(lane, 0, None)):
+    for wrong in (lambda: member.channels[f"{me}>{successor}"].recv(0), lambda: channel.send(0, None)):
         try:
             wrong()
         except ValueError:
@@ -278,10 +275,10 @@ def wrong_order(member: Member) -> list[Any]:
 
 def test_a_message_out_of_order_is_refused_and_kept(trio: Cluster) -> None:
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     expected = [True, True, True, True, [1.0, 1.0], "timeout", "value", "value"]
     assert inside(trio, wrong_order) == [expected] * 3
-    inside(trio, close_transport)
+    inside(trio, conclude)
 
 
 def memory_of_many_sends(member: Member) -> int:
@@ -289,63 +286,63 @@ def memory_of_many_sends(member: Member) -> int:
     import gc
     import weakref
 
-    me, transport = member.name, member.transport
+    me = member.name
     if me == "m0":
         held = []
         for number in range(50):
             tensor = torch.full((100_000,), float(number))
             held.append(weakref.ref(tensor))
-            transport.send(member.lanes["m0>m1"], number, tensor)
+            member.channels["m0>m1"].send(number, tensor)
             del tensor
-        transport.drain()
+        member.session.current.drain()
         gc.collect()
         return sum(ref() is not None for ref in held)
     if me == "m1":
         for number in range(50):
-            received = transport.recv(member.lanes["m0>m1"], number)
+            received = member.channels["m0>m1"].recv(number)
             assert float(received[0]) == number == float(received[-1])
     return 0
 
 
 def test_finished_sends_are_released(trio: Cluster) -> None:
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     assert inside(trio, memory_of_many_sends) == [0, 0, 0]
-    inside(trio, close_transport)
+    inside(trio, conclude)
 
 
 def mailbox_is_a_copy(member: Member) -> bool:
-    lane = member.lanes[f"{member.name}>{member.name}"]
+    channel = member.channels[f"{member.name}>{member.name}"]
     tensor = torch.ones(3)
-    member.transport.send(lane, 0, tensor)
+    channel.send(0, tensor)
     tensor.zero_()
-    return bool(member.transport.recv(lane, 0).eq(1).all())
+    return bool(channel.recv(0).eq(1).all())
 
 
 def test_a_mailbox_delivers_what_was_sent(trio: Cluster) -> None:
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     assert inside(trio, mailbox_is_a_copy) == [True] * 3
-    inside(trio, close_transport)
+    inside(trio, conclude)
 
 
 def sum_behind_a_large_message(member: Member, number: int) -> tuple[Any, float]:
     """The sum, and when it was there; on m2 when the message that it waited behind was."""
-    rank, lane = member.session.plan.members.index(member.name), member.lanes["m0>m2"]
+    rank, channel = member.session.plan.members.index(member.name), member.channels["m0>m2"]
     if rank == 0:
-        member.transport.send(lane, number, torch.zeros(1 << 26))
-    total = member.transport.all_reduce(torch.tensor([10.0**rank], dtype=torch.float64))
+        channel.send(number, torch.zeros(1 << 26))
+    total = member.session.current.agreement.all_reduce(torch.tensor([10.0**rank], dtype=torch.float64))
     when = time.monotonic()
     if rank == 2:
-        when = member.transport.arrival(lane)
-        member.transport.recv(lane, number)
+        when = channel.arrival()
+        channel.recv(number)
     return portable(total), when
 
 
 def test_a_sum_is_equal_on_all_although_some_get_it_late(trio: Cluster) -> None:
     """One member has the sum while its own contribution is still on its way to another one."""
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     for number in range(8):  # the first one may write all of it itself, where the other one keeps up
         (first, done), (second, _), (third, arrived) = inside(trio, sum_behind_a_large_message, number)
         assert first == second == third == portable(torch.tensor([111.0], dtype=torch.float64))
@@ -353,45 +350,45 @@ def test_a_sum_is_equal_on_all_although_some_get_it_late(trio: Cluster) -> None:
             break
     else:
         pytest.fail("nobody got the sum late")
-    inside(trio, close_transport)
+    inside(trio, conclude)
 
 
 # -- failures -------------------------------------------------------------------------------------------------
 def blocked_recv(member: Member) -> None:
-    member.transport.recv(member.lanes[f"m1>{member.name}"], 0)
+    member.channels[f"m1>{member.name}"].recv(0)
 
 
 def blocked_recv_with_timeout(member: Member) -> None:
-    member.transport.recv(member.lanes[f"m1>{member.name}"], 0, timedelta(seconds=50))
+    member.channels[f"m1>{member.name}"].recv(0, timedelta(seconds=50))
 
 
 def blocked_drain(member: Member) -> None:
     # More than the kernel's socket buffers take.
     for number in range(20):
-        member.transport.send(member.lanes[f"{member.name}>m1"], number, torch.zeros(1_000_000))
-    member.transport.drain()
+        member.channels[f"{member.name}>m1"].send(number, torch.zeros(1_000_000))
+    member.session.current.drain()
 
 
 def blocked_all_reduce(member: Member) -> None:
-    member.transport.all_reduce(torch.zeros(3, dtype=torch.float64))
+    member.session.current.agreement.all_reduce(torch.zeros(3, dtype=torch.float64))
 
 
 def blocked_barrier(member: Member) -> None:
-    member.transport.barrier()
+    member.session.current.agreement.barrier()
 
 
 def blocked_exchange(member: Member) -> None:
-    member.transport.exchange("x")
+    member.session.current.agreement.exchange("x")
 
 
 def blocked_close(member: Member) -> None:
-    member.transport.close()
+    member.session.conclude()
 
 
 def send_half_a_message(member: Member) -> None:
     """More than the kernel's buffers take, so the receiver has a part of it when we are stopped."""
     for other in ("m0", "m2"):
-        member.transport.send(member.lanes[f"m1>{other}"], 0, torch.zeros(1 << 26))
+        member.channels[f"m1>{other}"].send(0, torch.zeros(1 << 26))
 
 
 def failures(survivor: Remote) -> list[tuple[str, str]]:
@@ -403,7 +400,7 @@ def failures(survivor: Remote) -> list[tuple[str, str]]:
 def test_peer_lost_in_the_middle_of_a_message(trio: Cluster, fault: str) -> None:
     """256 MB are on their way to both survivors when the sender is stopped, or killed."""
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     survivors = [trio[0], trio[2]]
     before = [len(failures(survivor)) for survivor in survivors]
     for survivor in survivors:
@@ -435,7 +432,7 @@ def test_peer_lost_in_the_middle_of_a_message(trio: Cluster, fault: str) -> None
 
 def recv_of_a_survivor(member: Member) -> None:
     """From a living member that sends nothing."""
-    member.transport.recv(member.lanes["m0>m2" if member.name == "m2" else "m2>m0"], 0)
+    member.channels["m0>m2" if member.name == "m2" else "m2>m0"].recv(0)
 
 
 OPERATIONS = [
@@ -453,8 +450,7 @@ OPERATIONS = [
 def close_after_failure(member: Member) -> None:
     """As the engine's recovery does: close, whatever happened."""
     member.session.abort("recovery")
-    member.transport.close()
-    member.transport = None
+    member.conclude()
 
 
 @pytest.mark.parametrize("fault", ["stopped", "killed"])
@@ -462,7 +458,7 @@ def close_after_failure(member: Member) -> None:
 def test_a_peer_lost_under_every_operation(trio: Cluster, operation: Any, fault: str) -> None:
     """An abort wakes the others. A death they notice by themselves, unless they wait for somebody who lives."""
     trio.attach()
-    inside(trio, open_transport)
+    inside(trio, open_channels)
     survivors = {index: trio[index] for index in (0, 2)}
     before = {index: len(survivor.control("failures")) for index, survivor in survivors.items()}
     trio[1].stop()  # so that it dies in the middle of what it gets, and not after
@@ -500,7 +496,7 @@ def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
     census = []
     for _ in range(5):
         trio.attach()
-        inside(trio, open_transport)
+        inside(trio, open_channels)
         assert inside(trio, everything_to_everybody) == [[True] * 3] * 3
         for index in range(3):
             trio[index].start("call", traffic)
@@ -512,8 +508,8 @@ def test_epochs_leave_nothing_behind(trio: Cluster) -> None:
             assert outcome is not None and outcome.kind in LOST, outcome
         inside(trio, close_after_failure)
         trio.attach()
-        inside(trio, open_transport)
-        inside(trio, close_transport)
+        inside(trio, open_channels)
+        inside(trio, conclude)
         take_census(trio, census)
     assert not grown(census[-1], lowest(census[:-1])), census
 
@@ -524,28 +520,25 @@ def traffic(member: Member) -> None:
     number = 100
     while True:
         for other in names:
-            member.transport.send(member.lanes[f"{me}>{other}"], number, torch.zeros(20_000))
+            member.channels[f"{me}>{other}"].send(number, torch.zeros(20_000))
         for other in names:
-            member.transport.recv(member.lanes[f"{other}>{me}"], number)
-        member.transport.drain()
+            member.channels[f"{other}>{me}"].recv(number)
+        member.session.current.drain()
         number += 1
 
 
-def test_lanes_are_checked(trio: Cluster) -> None:
+def test_ends_are_checked(trio: Cluster) -> None:
     trio.attach()
-    found = inside(trio, bad_lanes)
-    assert found == [["ValueError"] * 3] * 3
+    found = inside(trio, bad_channels)
+    assert found == [["ValueError"] * 2] * 3
 
 
-def bad_lanes(member: Member) -> list[str]:
+def bad_channels(member: Member) -> list[str]:
     found = []
-    for lanes in (
-        [Lane(1, "m0", "m1", "a"), Lane(1, "m1", "m0", "b")],
-        [Lane(1 << 24, "m0", "m1", "a")],
-        [Lane(1, "m0", "nobody", "a")],
-    ):
+    member.session.current.open(HOST, "a", "m0", "m1")
+    for channel in (("a", "m1", "m0"), ("b", "m0", "nobody")):
         try:
-            Transport.open(member.session, lanes)
+            member.session.current.open(HOST, *channel)
         except Exception as error:
             found.append(type(error).__name__)
     return found

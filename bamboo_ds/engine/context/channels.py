@@ -1,17 +1,17 @@
-"""Which streams exist between members under a plan. Pure."""
+"""Which channels exist between members under a plan."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from enum import IntEnum
 
-from ...comm.transport import Lane
+from ...comm.channel import Channel
 from ...topology import Plan, Role, batch_sources, end_sources
 from ...topology.memory import NEWEST_SUMS
 
 
 class Stream(IntEnum):
-    """What a lane carries. The role of a lane is the one that receives, or whose state it is."""
+    """What a channel carries. The role of a channel is the one that receives, or whose state it is."""
 
     #: Outputs of the previous stage, between the members that compute: owners, and shadows with a part of their role.
     ACTIVATION = 0
@@ -80,15 +80,23 @@ def gathers(plan: Plan, role: Role) -> bool:
     return len(set(owners)) == len(owners)
 
 
-class Lanes:
-    """All lanes of ``plan``'s epoch."""
+#: Opens a channel, given its name, its ends, and whether it is bounded and yields; see there.
+Opening = Callable[[str, str, str, int | None, bool], Channel]
 
-    def __init__(self, plan: Plan, shadow_gradients: bool) -> None:
+
+class Channels:
+    """All channels of ``plan``'s epoch."""
+
+    #: What the names of channels begin with.
+    _prefix = ""
+
+    def __init__(self, plan: Plan, opening: Opening, shadow_gradients: bool) -> None:
         """Args:
         plan: the plan, without lost roles.
+        opening: opens each.
         shadow_gradients: whether gradients are also sent to shadows.
         """
-        self._begin()
+        self._begin(opening)
         layout = plan.world
         for role in layout.roles:
             owner, shadow = plan.owner(role), plan.shadow(role)
@@ -130,9 +138,9 @@ class Lanes:
                 if helper is not None and helper not in sources:
                     self._add(to_shadow, role, sources[0], helper)
 
-    def _begin(self) -> None:
-        self._lanes: dict[tuple[Stream, Role], list[Lane]] = {}
-        self._count = 0
+    def _begin(self, opening: Opening) -> None:
+        self._channels: dict[tuple[Stream, Role], list[Channel]] = {}
+        self._opening = opening
 
     def _connect(self, plan: Plan, stream: Stream, role: Role, beside: Role) -> None:
         """From the owner of the role ``beside`` to that of ``role``, and between shadows that compute parts of them."""
@@ -145,61 +153,59 @@ class Lanes:
                 self._add(stream, role, sender, receiver)
 
     def _add(self, stream: Stream, role: Role, source: str, destination: str, newest: int | None = None) -> None:
-        lanes = self._lanes.setdefault((stream, role), [])
-        if (source, destination) not in [(lane.source, lane.destination) for lane in lanes]:
-            name = f"{stream.name.lower()} {role} from {source} to {destination}"
-            lanes.append(Lane(self._count, source, destination, name, newest, stream in _YIELDING))
-            self._count += 1
+        channels = self._channels.setdefault((stream, role), [])
+        if (source, destination) not in [(channel.source, channel.destination) for channel in channels]:
+            name = f"{self._prefix}{stream.name.lower()} {role} from {source} to {destination}"
+            channels.append(self._opening(name, source, destination, newest, stream in _YIELDING))
 
-    def __iter__(self) -> Iterator[tuple[Stream, Role, Lane]]:
-        """Every lane, with what it carries, and the role concerned."""
-        return ((stream, role, lane) for (stream, role), lanes in self._lanes.items() for lane in lanes)
+    def __iter__(self) -> Iterator[tuple[Stream, Role, Channel]]:
+        """Every channel, with what it carries, and the role concerned."""
+        return ((stream, role, channel) for (stream, role), channels in self._channels.items() for channel in channels)
 
-    def __getitem__(self, key: tuple[Stream, Role]) -> Lane:
-        """The only lane of a stream; of activations and gradients that between owners."""
-        return self._lanes[key][0]
+    def __getitem__(self, key: tuple[Stream, Role]) -> Channel:
+        """The only channel of a stream; of activations and gradients that between owners."""
+        return self._channels[key][0]
 
-    def get(self, key: tuple[Stream, Role]) -> Lane | None:
+    def get(self, key: tuple[Stream, Role]) -> Channel | None:
         """The same, if the plan has it."""
-        return self[key] if key in self._lanes else None
+        return self[key] if key in self._channels else None
 
-    def of(self, stream: Stream, role: Role) -> list[Lane]:
-        """All lanes of a stream."""
-        return self._lanes.get((stream, role), [])
+    def of(self, stream: Stream, role: Role) -> list[Channel]:
+        """All channels of a stream."""
+        return self._channels.get((stream, role), [])
 
-    def to(self, stream: Stream, role: Role, member: str) -> Lane | None:
-        """The lane of a stream from an owner to ``member``, if the plan has it."""
-        return next((lane for lane in self.of(stream, role) if lane.destination == member), None)
+    def to(self, stream: Stream, role: Role, member: str) -> Channel | None:
+        """The channel of a stream from an owner to ``member``, if the plan has it."""
+        return next((channel for channel in self.of(stream, role) if channel.destination == member), None)
 
-    def replica(self, role: Role, member: str) -> Lane:
-        """The lane of reduced gradients of ``role`` to ``member``, its shadow or one that builds a replica."""
-        lane = self.to(Stream.REPLICA, role, member)
-        assert lane is not None
-        return lane
+    def replica(self, role: Role, member: str) -> Channel:
+        """The channel of reduced gradients of ``role`` to ``member``, its shadow or one that builds a replica."""
+        channel = self.to(Stream.REPLICA, role, member)
+        assert channel is not None
+        return channel
 
-    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
-        """The lane of activations or gradients to ``role`` between two of the members that may compute."""
-        found = self._lanes[stream, role]
-        return next(lane for lane in found if (lane.source, lane.destination) == (source, destination))
-
-    def all(self) -> list[Lane]:
-        """Every lane."""
-        return [lane for _, _, lane in self]
+    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Channel:
+        """The channel of activations or gradients to ``role`` between two of the members that may compute."""
+        found = self._channels[stream, role]
+        return next(channel for channel in found if (channel.source, channel.destination) == (source, destination))
 
 
-class RehearsalLanes(Lanes):
-    """The lanes of a takeover that is only rehearsed: what the owner of a role gets, for its shadow.
+class RehearsalChannels(Channels):
+    """The channels of a takeover that is only rehearsed: what the owner of a role gets, for its shadow.
 
     Attributes:
         roles: those whose passes the shadows rehearse.
         reported: those with a replica, of which the owners report what they have computed.
     """
 
-    def __init__(self, plan: Plan) -> None:
+    _prefix = "rehearsed "
+
+    def __init__(self, plan: Plan, opening: Opening) -> None:
         """Args:
         plan: the plan, without lost roles.
+        opening: opens each.
         """
-        self._begin()
+        self._begin(opening)
         self.roles: list[Role] = []
         self.reported: list[Role] = []
         layout = plan.world
@@ -221,8 +227,8 @@ class RehearsalLanes(Lanes):
             if role.stage < layout.stages - 1:
                 self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), shadow)
 
-    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Lane:
-        """The lane to the shadow of ``role``, whoever computes it."""
+    def between(self, stream: Stream, role: Role, source: str, destination: str) -> Channel:
+        """The channel to the shadow of ``role``, whoever computes it."""
         return self[stream, role]
 
 
