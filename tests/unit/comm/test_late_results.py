@@ -76,6 +76,7 @@ def test_what_an_abort_cuts_off_is_no_result(alone: Alone) -> None:
     threading.Timer(0.05, alone.life.abort, ("a loss",)).start()
     with pytest.raises(EpochChanged, match=r"allreduce: epoch 3 ended \(a loss\)"):
         work.wait()
+    alone.life.await_abort()  # which goes on in the thread that has begun it
     assert inner.is_completed() and inner.exception() is None, "the device itself tells nothing"
     assert not work.is_success()
 
