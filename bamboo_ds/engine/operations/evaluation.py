@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.commit import alike, encode_drawn, mean_over_copies
+from ..stage.runtime import StageRuntime
 from ..stage.tracing import bits
 
 
@@ -202,7 +204,7 @@ class Evaluation(InContext):
         else:
             self.supply.drop()
         for role, layers in self._changed.items():
-            self.copies.follow_layers(role, layers)
+            self.copies.follow_owner(role, partial(_keep, layers))
         self._before.clear()
         self._changed.clear()
         losses, same = self._agreed()
@@ -214,3 +216,8 @@ class Evaluation(InContext):
             runtime.module.train()
         self.copies.advance(stepped=False)
         self.saves.poll()
+
+
+def _keep(layers: Tree, runtime: StageRuntime) -> None:
+    runtime.layers.restore(layers)
+    runtime.layers.tensors.settle()

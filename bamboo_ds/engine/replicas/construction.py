@@ -129,8 +129,7 @@ class Construction:
     def arrived(self) -> OfferedState | None:
         """The snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
         if self._arrived is None and self.fetch.done():
-            content = join(*self.fetch.result())
-            self._arrived = OfferedState((content["sequence"], content["within"]), content["begins"], content["state"])
+            self._arrived = OfferedState(**join(*self.fetch.result()))
         return self._arrived
 
 
@@ -159,9 +158,7 @@ class Snapshots:
 
     def offer(self, key: str, snapshot: OfferedState) -> None:
         """Copy ``snapshot`` as it is now and offer it under ``key``."""
-        sequence, within = snapshot.moment
-        told = {"sequence": sequence, "within": within, "begins": snapshot.begins, "state": snapshot.state}
-        text, tensors = split(told)
+        text, tensors = split(vars(snapshot))
         self._offers.offer(key, text, [bare(t).to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]

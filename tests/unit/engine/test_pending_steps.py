@@ -67,7 +67,7 @@ def test_a_loss_before_a_pending_step(spec: Spec, taken: Counter[str], monkeypat
     ("spec", "place"),
     [
         (Spec(mode=LAZY), "run"),
-        (Spec(evaluates=True), "follow_layers"),
+        (Spec(evaluates=True), "follow_owner"),
         (Spec(changes="rates"), "_follow_settings"),
         (Spec(blocks=3, lends=True, heals=True, iterations=6), "begin"),
         (Spec(stages=4, heals=True, leaves=True, iterations=8), "follow"),
