@@ -151,18 +151,6 @@ class Replication(InContext):
         if told.checksum is not None and verification.checksum is not None and verification.valid:
             self._compare(replica, told.checksum, told.tensors)
 
-    def send_layers(self, role: Role, layers: Tree | None) -> None:
-        """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
-        for lane in self.epoch.lanes.of(Stream.REPLICA, role):
-            self.epoch.transport.send(lane, self.progress.sequence, () if layers is None else as_message(layers))
-
-    def receive_layers(self, role: Role) -> Tree | None:
-        """Receive the same."""
-        lane = self.epoch.lanes.replica(role, self.epoch.member)
-        payload = self.epoch.transport.recv(lane, self.progress.sequence)
-        assert isinstance(payload, tuple)
-        return from_message(payload) if payload else None
-
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps

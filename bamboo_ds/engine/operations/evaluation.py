@@ -22,6 +22,7 @@ from ..checkpoints.saving import Saves
 from ..context.lanes import Stream
 from ..context.operation import Outcome
 from ..context.shared import InContext
+from ..data.batches import as_message, from_message
 from ..data.supply import BatchSupply
 from ..iteration.parts import IterationParts
 from ..joining.replay import Replay
@@ -148,14 +149,15 @@ class Evaluation(InContext):
                 self._before[runtime.role] = runtime.layers.undo()
 
     def _replicate_layers(self) -> None:
+        plan, member, lanes, transport = self.epoch.plan, self.epoch.member, self.epoch.lanes, self.epoch.transport
         for runtime in self.binding.owned():
             layers, before = runtime.layers.capture(), self._before[runtime.role]
             kept = [name for name in before if name not in ("tensors", "whole")]
             same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
-            self.iteration.replication.send_layers(runtime.role, None if same else layers)
-        plan, member = self.epoch.plan, self.epoch.member
+            for lane in lanes.of(Stream.REPLICA, runtime.role):
+                transport.send(lane, self.progress.sequence, as_message(None if same else layers))
         for role in (*plan.shadowed_by(member), *plan.built_by(member)):
-            layers = self.iteration.replication.receive_layers(role)
+            layers = from_message(transport.recv(lanes.replica(role, member), self.progress.sequence))
             if layers is not None:
                 self._changed[role] = layers
 
