@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import cache
 from random import Random
@@ -29,8 +29,8 @@ from bamboo_ds.engine.joining import replay
 from bamboo_ds.engine.recovery.copies import Copies
 from bamboo_ds.engine.replicas.construction import Construction
 from bamboo_ds.engine.stage import layers, shares
+from bamboo_ds.engine.stage.runtime import StageRuntime
 from bamboo_ds.errors import FatalLoss, UnsupportedError
-from bamboo_ds.state import Tree
 from bamboo_ds.topology import Role, takeover
 from bamboo_ds.topology import ends as ends_of
 from bamboo_ds.worker import plan_changes
@@ -624,13 +624,13 @@ SCRIPTED = [
 def test_losses_around_what_scripts_do(script: str, course: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Evaluations whose passes change layers; rates and weights that are set between operations; the check."""
     done: Counter[str] = Counter()
-    follow = Copies.follow_layers
+    follow = Copies.follow_owner
 
-    def counting(self: Copies, role: Role, layers: Tree) -> None:
+    def counting(self: Copies, role: Role, change: Callable[[StageRuntime], None]) -> None:
         done["followed"] += 1
-        follow(self, role, layers)
+        follow(self, role, change)
 
-    monkeypatch.setattr(Copies, "follow_layers", counting)
+    monkeypatch.setattr(Copies, "follow_owner", counting)
     for seed in seeds(course, len(SCRIPTED), 2 * len(SCRIPTED)):
         random, spec = Random(seed), replace(SCRIPTED[seed % len(SCRIPTED)], **SCRIPTS[script])
         spec = replace(spec, checked=min(spec.checked, spec.iterations))

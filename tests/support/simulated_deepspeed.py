@@ -164,9 +164,9 @@ class SimulatedDeepSpeed(DeepSpeedAdapter):
         for buffers in self.pipe_buffers.values():
             buffers.extend([None] * (count - len(buffers)))
 
-    def optimizer_step(self, lr_kwargs: Any) -> None:
+    def optimizer_step(self) -> None:
         """As DeepSpeed's, without reports."""
-        self.engine._parts.iteration.steps.take_model_step(lr_kwargs)
+        self.engine._parts.iteration.steps.take_model_step(None)
 
     def quiet_step(self) -> None:
         self.engine._parts.iteration.steps.take_model_step(None)

@@ -331,7 +331,7 @@ class Offers:
     def offer(self, key: str, text: str, tensors: list[torch.Tensor]) -> None:
         assert key not in self.offered, f"{key} is offered again"
         self.offered[key] = text, tensors
-        self.early += join(text, tensors)["sequence"] < self._world.members[self._member].progress.sequence
+        self.early += join(text, tensors)["moment"][0] < self._world.members[self._member].progress.sequence
 
     def withdraw(self, key: str) -> None:
         del self.offered[key]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 import torch
 
-from ...comm.wire.payloads import Payload
 from ...schedule import RoleProgress, beginning, beside, finished, hosts
 from ...topology import Role
 from ..context.channels import Stream
@@ -100,7 +99,7 @@ class Division(InContext):
     def send_changes(self) -> None:
         """Send what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
-        told: Payload = ()
+        told = None
         if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.script.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
@@ -108,19 +107,17 @@ class Division(InContext):
                 layers |= {
                     name: first[name] for name in ("buffers", "extra", "extra_on", "numbers", "tensors", "whole")
                 }
-            told = as_message(copied({"layers": layers, "trains": runtime.trains()}))
+            told = copied({"layers": layers, "trains": runtime.trains()})
         channel = self.epoch.channels[Stream.CHANGES, runtime.role]
-        channel.send(self.progress.sequence, told)
+        channel.send(self.progress.sequence, as_message(told))
 
     def receive_changes(self, role: Role) -> None:
         """Receive the same of ``role``, before any pass of it."""
         channel, runtime = self.epoch.channels[Stream.CHANGES, role], self.binding.runtimes[role]
-        told = channel.recv(self.progress.sequence)
-        assert isinstance(told, tuple)
-        if told and not runtime.share.begun:
-            tree = from_message(told)
-            runtime.layers.restore(tree["layers"])
-            runtime.train_only(tree["trains"])
+        told = from_message(channel.recv(self.progress.sequence))
+        if told is not None and not runtime.share.begun:
+            runtime.layers.restore(told["layers"])
+            runtime.train_only(told["trains"])
 
     # -- gradients ----------------------------------------------------------------------------------------
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
 
 import torch
 
@@ -19,7 +20,7 @@ from ..stage.schedulers import SchedulerPosition
 from ..stage.work import Results
 from .boundaries import Boundaries
 from .exactness import ExactChecks
-from .steps import Steps
+from .steps import StepInputs, Steps
 
 #: How many of the tensors that differ are named.
 _NAMED = 100
@@ -136,29 +137,19 @@ class Replication(InContext):
         assert same is not None
         same.discard(self.progress.sequence + 1)
         construction = self.constructions.get(role)
+        measured = Measured(*told.measured)
+        results = Results({}, told.reduced, measured, told.loss, told.layers, told.consumed)
         if construction is not None:
-            construction.incoming = told.reduced, told.layers, told.trained
+            construction.incoming = results, told.trained
             return
         replica = self.binding.runtimes[role]
         replica.layers.changes.follow(*told.layers["changes"])
         if told.trained:
             replica.train_only(told.trained)
-        measured = Measured(*told.measured)
-        replica.results = Results({}, told.reduced, measured, told.loss, told.layers, told.consumed)
+        replica.results = results
         verification = replica.verification
         if told.checksum is not None and verification.checksum is not None and verification.valid:
             self._compare(replica, told.checksum, told.tensors)
-
-    def send_layers(self, role: Role, layers: Tree | None) -> None:
-        """Send what the layers of ``role`` keep after an evaluation; ``None``: what they have kept before."""
-        for channel in self.epoch.channels.of(Stream.REPLICA, role):
-            channel.send(self.progress.sequence, () if layers is None else as_message(layers))
-
-    def receive_layers(self, role: Role) -> Tree | None:
-        """Receive the same."""
-        payload = self.epoch.channels.replica(role, self.epoch.member).recv(self.progress.sequence)
-        assert isinstance(payload, tuple)
-        return from_message(payload) if payload else None
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
@@ -190,17 +181,26 @@ class Replication(InContext):
         assert before is not None
         if construction is None:
             replica = self.binding.runtimes[role]
-            if not self._defers(replica, before):
-                self.steps.step_replica(replica)
-                return
-            positions = before, SchedulerPosition.of(self.binding.local)
-            replica.pending = self._late(replica.results, [], lambda: positions)
+            inputs = self.steps.inputs(replica.results)
+            if self._defers(replica, before):
+                positions = before, SchedulerPosition.of(self.binding.local)
+                replica.pending = partial(self._catch_up, replace(inputs, positions=lambda: positions))
+            else:
+                self.steps.apply_step(replica, inputs)
         elif construction.incoming is not None:  # else the snapshot is taken after this iteration, and contains it
-            (reduced, layers, trained), construction.incoming = construction.incoming, None
+            (results, trained), construction.incoming = construction.incoming, None
             sequence, known, building = self.progress.sequence, construction.positions, construction
-            found = Results(reduced=reduced, layers=layers)
-            late = self._late(found, trained, lambda: (before, known[sequence, False]) if building.follows else None)
-            construction.kept.append(Kept((sequence, False), late))
+            inputs = replace(
+                self.steps.inputs(results),
+                trained=trained,
+                positions=lambda: (before, known[sequence, False]) if building.follows else None,
+            )
+            construction.kept.append(Kept((sequence, False), partial(self._catch_up, inputs)))
+
+    def _catch_up(self, inputs: StepInputs, runtime: StageRuntime) -> None:
+        """The step that ``runtime`` has yet to take; others may have gone on from it."""
+        with self.boundaries.idle.timing((runtime.role, "step")):
+            self.steps.apply_step(runtime, inputs)
 
     def _defers(self, replica: StageRuntime, before: SchedulerPosition) -> bool:
         """Whether ``replica`` may take a step later: nothing looks at it until it catches up.
@@ -219,42 +219,6 @@ class Replication(InContext):
             return False
         self.binding.refresh()
         return SchedulerPosition.of(replica) == before
-
-    def _late(
-        self,
-        results: Results,
-        trained: list[bool],
-        positions: Callable[[], tuple[SchedulerPosition, SchedulerPosition] | None],
-    ) -> Callable[[StageRuntime], None]:
-        """The step of this iteration, to be taken when others may have gone on from it.
-
-        Args:
-            results: of the iteration, from the owner.
-            trained: which parameters are trainable, if that has changed.
-            positions: of this member's own scheduler before and after the step, if the replica's has the same.
-        """
-        agreed, settings = self.progress.operation.agreed, self.ds.step_settings()
-
-        def step(runtime: StageRuntime) -> None:
-            known = positions()
-            if known is not None:
-                known[0].assure(runtime)
-            if trained:
-                runtime.train_only(trained)
-            own, committed = runtime.results, self.progress.operation.committed
-            runtime.results, self.progress.operation.committed = results, agreed
-            # A script may evaluate in inference mode, and reduce tensors of its own.
-            with (
-                self.boundaries.idle.timing((runtime.role, "step")),
-                torch.inference_mode(False),
-                self.ds.with_step_settings(settings),
-            ):
-                self.steps.step_replica(runtime)
-            runtime.results, self.progress.operation.committed = own, committed
-            if known is not None:
-                known[1].assure(runtime)
-
-        return step
 
     def exchange_shards(self) -> None:
         """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
+
+import torch
 
 from ...comm.attachment import Answer
 from ...errors import ProtocolError
@@ -14,11 +17,31 @@ from ..replicas.building import StageBuilder
 from ..replicas.replica import checksums, combined, shared_checksum
 from ..stage.answers import Answers, ClipAnswers, Refusal, stepping_alone
 from ..stage.chunks import ChunkedStep
-from ..stage.commit import clipping_factor, global_norm
+from ..stage.commit import Committed, clipping_factor, global_norm
 from ..stage.rng import Drawing
 from ..stage.runtime import StageRuntime
-from ..stage.schedulers import take_step
+from ..stage.schedulers import SchedulerPosition, take_step
+from ..stage.work import Results
 from .generators import RoleGenerators
+
+
+@dataclass(frozen=True)
+class StepInputs:
+    """What the step of a role goes by: what held in its iteration, from which others may have gone on.
+
+    Attributes:
+        results: reduced gradients, and what the owner's layers keep.
+        committed: what the commit has agreed on.
+        settings: see :meth:`~..stage.deepspeed_adapter.DeepSpeedAdapter.step_settings`.
+        trained: which parameters are trainable, if that has changed.
+        positions: gives those of this member's own scheduler before and after the step, where the role's has the same.
+    """
+
+    results: Results
+    committed: Committed
+    settings: Mapping[str, Any]
+    trained: Sequence[bool] = ()
+    positions: Callable[[], tuple[SchedulerPosition, SchedulerPosition] | None] = lambda: None
 
 
 @dataclass(eq=False)
@@ -27,22 +50,41 @@ class Steps(InContext):
 
     generators: RoleGenerators
     builder: StageBuilder
+    #: Of the step that is taken.
+    _committed: Committed = field(init=False)
 
-    def step_owned(self, lr_kwargs: Any = None) -> None:
-        """The step of the bound role, with DeepSpeed's reports."""
-        runtime = self.binding.current
-        self._apply_reduced(runtime)
-        self.ds.optimizer_step(lr_kwargs)
-        self._note_checksum(runtime)
+    def inputs(self, results: Results) -> StepInputs:
+        """Those of a step of the iteration that was just committed and has given ``results``."""
+        return StepInputs(results, self.progress.operation.agreed, self.ds.step_settings())
 
-    def step_replica(self, runtime: StageRuntime) -> None:
-        """The step of a replica."""
-        if not self.builder.parks:  # any more
-            self.builder.move(runtime, parked=False)
-        with self.binding.bound(runtime), self.builder.at_home(runtime):
-            self._apply_reduced(runtime)
-            self.ds.quiet_step()
-            self._note_checksum(runtime)
+    def step_owned(self) -> None:
+        """The step of the bound role, which this member owns."""
+        self.apply_step(self.binding.current, self.inputs(self.binding.current.results))
+
+    def apply_step(self, runtime: StageRuntime, inputs: StepInputs) -> None:
+        """The step of ``runtime``, where its tensors are; an owner's with DeepSpeed's reports.
+
+        Raises:
+            ProtocolError: there are no reduced gradients.
+        """
+        positions, self._committed = inputs.positions(), inputs.committed
+        if positions is not None:
+            positions[0].assure(runtime)
+        if inputs.trained:
+            runtime.train_only(inputs.trained)
+        # A script may evaluate in inference mode meanwhile.
+        with torch.inference_mode(False), self.ds.with_step_settings(inputs.settings):
+            if not self.builder.parks:  # any more
+                self.builder.move(runtime, parked=False)
+            with self.binding.bound(runtime), self.builder.at_home(runtime):
+                self._apply_results(runtime, inputs.results)
+                if runtime.owned:
+                    self.ds.optimizer_step()
+                else:
+                    self.ds.quiet_step()
+                self._note_checksum(runtime)
+        if positions is not None:
+            positions[1].assure(runtime)
 
     def take_model_step(self, lr_kwargs: Any) -> None:
         """DeepSpeed takes the step of the bound role."""
@@ -60,7 +102,7 @@ class Steps(InContext):
 
         The factor is computed on the host, which knows the norm: a device gets it with each multiplication.
         """
-        norm = global_norm(self.layout, self.progress.operation.agreed.squares[0])
+        norm = global_norm(self.layout, self._committed.squares[0])
         factor = clipping_factor(norm, float(self.ds.gradient_clipping()))
         for parameter in self.ds.module.parameters():
             if parameter.grad is not None:
@@ -69,27 +111,27 @@ class Steps(InContext):
     def clipping(self) -> AbstractContextManager[None]:
         """In the body a function of the script's clips the bound role: its sums are those that the commit agreed on."""
         role = self.binding.current.role
-        answers = ClipAnswers(self.layout, role, self.progress.operation.agreed.squares[0])
+        answers = ClipAnswers(self.layout, role, self._committed.squares[0])
         return self.groups.acting_for(role, answers)
 
     def _answering(self, runtime: StageRuntime) -> AbstractContextManager[None]:
         """In the body this process is the rank of ``runtime``; what its optimizer reduces is what the commit knows."""
         answer: Answer
         if runtime.optimizer.wraps:
-            found, rank = self.progress.operation.agreed, self.layout.rank(runtime.role)
+            found, rank = self._committed, self.layout.rank(runtime.role)
             answer = Answers(self.layout, rank, found.overflow, found.squares, runtime.optimizer.sums)
         else:
             answer = Refusal.in_steps(runtime.optimizer.inner)
         return self.groups.acting_for(runtime.role, answer)
 
-    def _apply_reduced(self, runtime: StageRuntime) -> None:
+    def _apply_results(self, runtime: StageRuntime, results: Results) -> None:
         """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
-        if runtime.results.reduced is None:
+        if results.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
         device = runtime.device(self.ds.device)
-        runtime.optimizer.apply([gradient.to(device) for gradient in runtime.results.reduced])
-        if runtime.results.layers is not None:
-            runtime.layers.restore(runtime.results.layers)
+        runtime.optimizer.apply([gradient.to(device) for gradient in results.reduced])
+        if results.layers is not None:
+            runtime.layers.restore(results.layers)
         runtime.layers.tensors.settle()
 
     def _note_checksum(self, runtime: StageRuntime) -> None:

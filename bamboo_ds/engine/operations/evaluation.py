@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,12 +22,14 @@ from ..checkpoints.saving import Saves
 from ..context.channels import Stream
 from ..context.operation import Outcome
 from ..context.shared import InContext
+from ..data.batches import as_message, from_message
 from ..data.supply import BatchSupply
 from ..iteration.parts import IterationParts
 from ..joining.replay import Replay
 from ..recovery.copies import Copies
 from ..recovery.takeover import Takeover
 from ..stage.commit import alike, encode_drawn, mean_over_copies
+from ..stage.runtime import StageRuntime
 from ..stage.tracing import bits
 
 
@@ -146,14 +149,15 @@ class Evaluation(InContext):
                 self._before[runtime.role] = runtime.layers.undo()
 
     def _replicate_layers(self) -> None:
+        plan, member, channels = self.epoch.plan, self.epoch.member, self.epoch.channels
         for runtime in self.binding.owned():
             layers, before = runtime.layers.capture(), self._before[runtime.role]
             kept = [name for name in before if name not in ("tensors", "whole")]
             same = not layers["tensors"] and all(bits(layers[name]) == bits(before[name]) for name in kept)
-            self.iteration.replication.send_layers(runtime.role, None if same else layers)
-        plan, member = self.epoch.plan, self.epoch.member
+            for channel in channels.of(Stream.REPLICA, runtime.role):
+                channel.send(self.progress.sequence, as_message(None if same else layers))
         for role in (*plan.shadowed_by(member), *plan.built_by(member)):
-            layers = self.iteration.replication.receive_layers(role)
+            layers = from_message(channels.replica(role, member).recv(self.progress.sequence))
             if layers is not None:
                 self._changed[role] = layers
 
@@ -202,7 +206,7 @@ class Evaluation(InContext):
         else:
             self.supply.drop()
         for role, layers in self._changed.items():
-            self.copies.follow_layers(role, layers)
+            self.copies.follow_owner(role, partial(_keep, layers))
         self._before.clear()
         self._changed.clear()
         losses, same = self._agreed()
@@ -214,3 +218,8 @@ class Evaluation(InContext):
             runtime.module.train()
         self.copies.advance(stepped=False)
         self.saves.poll()
+
+
+def _keep(layers: Tree, runtime: StageRuntime) -> None:
+    runtime.layers.restore(layers)
+    runtime.layers.tensors.settle()

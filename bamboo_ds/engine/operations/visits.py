@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -127,6 +128,6 @@ class StageVisits(InContext):
     def finish(self, outcome: Outcome) -> None:
         self.history.add("visit", {str(self.layout.rank(role)): trains for role, trains in self._trains.items()})
         for role, trains in self._trains.items():
-            self.copies.freeze(role, trains)
+            self.copies.follow_owner(role, partial(StageRuntime.train_only, trained=trains))
         self.saves.poll()
         self.copies.advance(stepped=False)

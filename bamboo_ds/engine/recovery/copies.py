@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -14,7 +14,6 @@ from ...control.registry.records import WorkerState
 from ...errors import TransferError
 from ...observe.spans import Kind
 from ...schedule import Decision
-from ...state import Tree
 from ...topology import LONG_S, Layout, Plan, Role, without_copies
 from ..context.channels import Stream
 from ..context.shared import InContext
@@ -109,26 +108,13 @@ class Copies(InContext):
     def _build(self, role: Role, state: Any, pristine: Pristine | None) -> StageRuntime:
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
 
-    def follow_layers(self, role: Role, layers: Tree) -> None:
-        """Give what the layers of ``role`` keep after an evaluation to this member's copy of them, if it has one."""
-
-        def follow(runtime: StageRuntime) -> None:
-            runtime.layers.restore(layers)
-            runtime.layers.tensors.settle()
-
+    def follow_owner(self, role: Role, change: Callable[[StageRuntime], None]) -> None:
+        """Do to this member's copy of ``role``, if it has one, what the operation under way has done to its owner's."""
         if role in self.binding.runtimes:
             self.binding.runtimes[role].catch_up()
-            follow(self.binding.runtimes[role])
+            change(self.binding.runtimes[role])
         elif role in self.constructions:
-            self.constructions[role].kept.append(Kept((self.progress.sequence, False), follow))
-
-    def freeze(self, role: Role, trains: list[bool]) -> None:
-        """Train only these parameters of this member's copy of ``role``, if it has one."""
-        if role in self.binding.runtimes:
-            self.binding.runtimes[role].train_only(trains)
-        elif role in self.constructions:
-            kept = Kept((self.progress.sequence, False), lambda runtime: runtime.train_only(trains))
-            self.constructions[role].kept.append(kept)
+            self.constructions[role].kept.append(Kept((self.progress.sequence, False), change))
 
     def follow_settings(self, changed: Adjusted) -> None:
         """The script has set something: replicas under construction get it when they are that far."""

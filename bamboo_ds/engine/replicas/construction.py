@@ -23,16 +23,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-
 from ...bare import bare
 from ...comm.bulk.copying import Fetch
 from ...comm.bulk.offers import Offers
-from ...state import Tree, join, split
+from ...state import join, split
 from ...topology import Role
 from ..script.changes import Replacement
 from ..stage.runtime import StageRuntime
 from ..stage.schedulers import Pristine, SchedulerPosition
+from ..stage.work import Results
 
 #: Seconds without any progress of a transfer until it has failed. The owner offers the snapshot at the end of an
 #: operation, which may take long.
@@ -83,8 +82,7 @@ class Construction:
         source: the member that offers the snapshot, and its key.
         fetch: the transfer.
         begun: monotonic seconds.
-        incoming: reduced gradients, what the layers keep, and which parameters are trainable, if that has changed
-            before the current iteration.
+        incoming: results of the current iteration, and which parameters are trainable, if that has changed before it.
         kept: iterations since the copy was begun, what evaluations have changed, what the script has set.
         runtime: what is built from the snapshot, once that has arrived.
         positions: of this member's own scheduler, after each operation, and in iterations in which snapshots are taken.
@@ -95,7 +93,7 @@ class Construction:
     source: tuple[str, str]
     fetch: Fetch
     begun: float = field(default_factory=time.monotonic, init=False)
-    incoming: tuple[list[torch.Tensor], Tree, list[bool]] | None = field(default=None, init=False)
+    incoming: tuple[Results, list[bool]] | None = field(default=None, init=False)
     kept: deque[Kept] = field(default_factory=deque, init=False)
     runtime: StageRuntime | None = field(default=None, init=False)
     positions: dict[Moment, SchedulerPosition] = field(default_factory=dict, init=False)
@@ -131,8 +129,7 @@ class Construction:
     def arrived(self) -> OfferedState | None:
         """The snapshot, if it is there. Raises ``TransferError`` if the transfer failed."""
         if self._arrived is None and self.fetch.done():
-            content = join(*self.fetch.result())
-            self._arrived = OfferedState((content["sequence"], content["within"]), content["begins"], content["state"])
+            self._arrived = OfferedState(**join(*self.fetch.result()))
         return self._arrived
 
 
@@ -161,9 +158,7 @@ class Snapshots:
 
     def offer(self, key: str, snapshot: OfferedState) -> None:
         """Copy ``snapshot`` as it is now and offer it under ``key``."""
-        sequence, within = snapshot.moment
-        told = {"sequence": sequence, "within": within, "begins": snapshot.begins, "state": snapshot.state}
-        text, tensors = split(told)
+        text, tensors = split(vars(snapshot))
         self._offers.offer(key, text, [bare(t).to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]

@@ -149,9 +149,9 @@ class DeepSpeedAdapter:
 
     # -- steps --------------------------------------------------------------------------------------------
 
-    def optimizer_step(self, lr_kwargs: Any) -> None:
+    def optimizer_step(self) -> None:
         """DeepSpeed's step with its reports; it calls the engine's ``_take_model_step``."""
-        PipelineEngine._exec_optimizer_step(self.engine, lr_kwargs)
+        PipelineEngine._exec_optimizer_step(self.engine)
 
     def quiet_step(self) -> None:
         """The same without reports."""
@@ -165,9 +165,9 @@ class DeepSpeedAdapter:
 
     @contextmanager
     def with_step_settings(self, settings: Mapping[str, Any]) -> Iterator[None]:
-        """In the body steps go by what :meth:`step_settings` gave."""
+        """In the body steps go by what :meth:`step_settings` gave. What was the same may change there."""
         own = vars(self.engine._config)
-        now = {name: own[name] for name in settings}
+        now = {name: own[name] for name, value in settings.items() if own[name] != value}
         own.update(settings)
         try:
             yield

@@ -67,7 +67,7 @@ def test_a_loss_before_a_pending_step(spec: Spec, taken: Counter[str], monkeypat
     ("spec", "place"),
     [
         (Spec(mode=LAZY), "run"),
-        (Spec(evaluates=True), "follow_layers"),
+        (Spec(evaluates=True), "follow_owner"),
         (Spec(changes="rates"), "_follow_settings"),
         (Spec(blocks=3, lends=True, heals=True, iterations=6), "begin"),
         (Spec(stages=4, heals=True, leaves=True, iterations=8), "follow"),
@@ -109,6 +109,9 @@ def test_a_step_goes_by_what_held_in_its_iteration(taken: Counter[str]) -> None:
     with ds.with_step_settings(settings):
         assert ds.step_settings() == settings
     assert ds.step_settings() == now
+    with ds.with_step_settings(now):
+        vars(engine._config)["train_batch_size"] = 16  # by the script's scheduler, in a step that is not late
+    assert ds.step_settings() == {**now, "train_batch_size": 16}
     runtime = StageRuntime(Role(0, 0), owned=False)
     found: list[StageRuntime] = []
     runtime.pending = found.append
@@ -120,7 +123,7 @@ def test_a_step_goes_by_what_held_in_its_iteration(taken: Counter[str]) -> None:
 def test_replicas_that_are_looked_at_step_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where members exchange shards or compare what they have after each step, none is pending."""
     late: list[torch.Tensor] = []
-    monkeypatch.setattr(Replication, "_late", lambda *_: late.append(torch.zeros(())))
+    monkeypatch.setattr(Replication, "_catch_up", lambda *_: late.append(torch.zeros(())))
     for spec in (Spec(pipelines=2, stages=2, sharded=True), Spec(checked=LINE.iterations)):
         check(World(spec, 0).run())
     assert not late
