@@ -287,11 +287,11 @@ def test_one_member_tells_why_no_member_loads(
     for member in ("m0", "m1"):
         layout = Layout(1, 2) if member in refusing else Layout(2, 2)
         told = {each: "why" * (each in refusing) for each in ("m0", "m1")}
-        transport = SimpleNamespace(
+        agreement = SimpleNamespace(
             exchange=lambda own, told=told, member=member: {**told, member: own and "why"},
             barrier=lambda member=member: met.extend([member, *caplog.messages]),
         )
-        epoch = SimpleNamespace(member=member, transport=transport)
+        epoch = SimpleNamespace(member=member, agreement=agreement)
         context: Any = SimpleNamespace(epoch=epoch, layout=layout)
         nothing: Any = None
         with pytest.raises(CheckpointError, match=r"^why$") as error:
