@@ -214,7 +214,7 @@ class TopologyConfig(ConfigPart):
         "memory any number",
     )
     min_gain: float = Field(
-        0.05,
+        0.02,
         ge=0,
         lt=1,
         description="share of the iteration time, that of the member with most to do, that a stage's move or new "

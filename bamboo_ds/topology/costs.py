@@ -101,7 +101,7 @@ class Policy:
     standby_replicas: bool = False
     near_shadows: bool = False
     zones_apart: bool = False
-    min_gain: float = 0.05
+    min_gain: float = 0.02
 
     def __post_init__(self) -> None:
         if not 0 <= self.min_gain < 1:

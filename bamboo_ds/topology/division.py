@@ -28,6 +28,9 @@ _ATTEMPTS, _OPTIONS, _TRIALS = 8, 3, 6144
 #: So many members with least to do are considered.
 _IDLEST = 128
 
+#: Members that could have so much less to do if work could come to them from others are linked with these.
+_APART = 0.01
+
 #: A division that is no faster has to lend less than this share of what is lent.
 _LESS = 0.7
 
@@ -91,7 +94,9 @@ class Divider:
                 if not self._room.crowded(target.owners, before):
                     other = self._settled(ground, before)
                     best = other if self._gains(other, best) else best
-            best = self._with_other_shadows(ground, best, holders)
+            linked = self._linked(ground, best, holders)
+            alone, after = (self._with_other_shadows(ground, each, holders) for each in (best, linked))
+            best = after if self._gains(after, alone) else alone
         return replace(target, shadows=tuple(best.shadows), lent=best.lent())
 
     def _gains(self, other: Lending, best: Lending) -> bool:
@@ -103,6 +108,35 @@ class Divider:
             lent = still_lent(self._previous, ground.owners, shadows)
             self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain)
         return self._known[key]
+
+    def _linked(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
+        """``best``, or what gains over it with shadows that let work come to members to whom none can come so far.
+
+        Members between whom work can go along owners and shadows are together. One role after the other of those that
+        have most to do gets a shadow among those that have least, as long as these are faster; work can go on
+        among its own members without it.
+        """
+        now, gained = best, best
+        while not now.even and (shadows := self._link(ground, now, holders)) is not None:
+            now = self._settled(ground, shadows)
+            gained = now if now.better_than(gained) else gained
+        return gained if self._gains(gained, best) else best
+
+    def _link(self, ground: Ground, now: Lending, holders: Holders) -> list[str | None] | None:
+        together = sorted(now.together(), key=lambda found: found.share)
+        most, left = together[-1], self._left(ground, now)
+        for least in together[:-1] if most.share > now.even_share * (1 + _APART) else ():
+            options = [
+                (member not in holders.get(rank, ()), now.loads.by_member[member], self._roster.order[member], rank)
+                for rank, owner in enumerate(ground.owners)
+                if owner in most.members and now.spare(rank)
+                for member in least.members
+                if self._roster.apart(owner, member) and self._may_hold(rank, member, left)
+            ]
+            if options:
+                *_, order, rank = min(options)
+                return _with(now.shadows, rank, self._roster.usable[order].id)
+        return None
 
     def _with_other_shadows(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
         """``best``, or what gains over it with other shadows: for one role at a time, which slows nobody down.
@@ -140,7 +174,7 @@ class Divider:
         for rank, owner in enumerate(ground.owners):
             stages[owner].append(rank // ground.pipelines)
         loads, idlest, options = now.loads.by_member, now.loads.ascending[:_IDLEST], []
-        left, copying = self._left(ground, now)
+        left = self._left(ground, now)
         lent = {each.rank for each in now.lent()} if helped else set()
         for rank, owner in enumerate(ground.owners):
             stage = rank // ground.pipelines
@@ -149,8 +183,7 @@ class Divider:
                 continue
             held = [member for member in holders.get(rank, ()) if member in loads]
             able = [m for m in {*held, *idlest} if m != now.shadows[rank] and self._roster.apart(owner, m)]
-            if left:
-                able = [m for m in able if m not in left or self._has_room(rank, m, left[m], copying[m])]
+            able = [m for m in able if self._may_hold(rank, m, left)]
             rated = ((m not in held, loads[m], _distance(stages[m], stage), self._roster.order[m]) for m in able)
             options += [(rating, rank) for rating in nsmallest(_OPTIONS, rated)]
         usable = self._roster.usable
@@ -165,10 +198,14 @@ class Divider:
         copied = [(rank, str(member)) for rank, member in wanted]
         return room.left(ground.owners, now.shadows), room.left(previous.owners, previous.shadows, copied)
 
-    def _has_room(self, rank: int, member: str, left: int, copying: int) -> bool:
+    def _may_hold(self, rank: int, member: str, left: tuple[dict[str, int], dict[str, int]]) -> bool:
+        """Whether ``member`` has room for a replica, and for its copy unless it has that; ``left``: :meth:`_left`."""
+        in_the_end, copying = left
+        if member not in in_the_end:
+            return True
         held = member in (self._previous.owners[rank], self._previous.shadows[rank])
-        return self._room.shadowed(rank, member) <= left and (
-            held or self._room.copying(rank, member) <= max(0, copying)
+        return self._room.shadowed(rank, member) <= in_the_end[member] and (
+            held or self._room.copying(rank, member) <= max(0, copying[member])
         )
 
 

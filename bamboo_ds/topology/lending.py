@@ -11,10 +11,12 @@ which the stage may be divided::
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
+from copy import copy
 from dataclasses import dataclass
 from itertools import groupby, pairwise
 from math import inf
+from typing import NamedTuple
 
 from .block_costs import BlockCosts
 from .costs import Costs, block_seconds
@@ -29,6 +31,9 @@ _SIDES: tuple[Side, Side] = ("front", "rear")
 
 #: How many members are tried of those that are about as slow as the slowest.
 _TIED = 8
+
+#: How often the distance between the slowest member and an even share is halved.
+_HALVINGS = 6
 
 #: Share of the slowest member's work by which the others have to stay below it: measured costs scatter.
 _WORTH = 0.02
@@ -128,6 +133,13 @@ class Graph:
         return "front" if not first and self.shadows[before] == shadow else "rear"
 
 
+class Together(NamedTuple):
+    """Members between whom work can go, and what each would have to do if it did."""
+
+    members: frozenset[str]
+    share: float
+
+
 class Lending:
     """Parts of stages at shadows, as they are being moved.
 
@@ -170,11 +182,13 @@ class Lending:
     @property
     def even(self) -> bool:
         """Whether no other division could be better: the slowest member has less than a step above its even share."""
-        slow = self._ground.slow
-        loads = self.loads.by_member.items()
-        even = sum(load / slow[member] for member, load in loads) / sum(1 / each for each in slow.values())
         step = min((way.step for ways in set(self._graph.ways.values()) for way in ways), default=0.0)
-        return self.slowest - even < step * min(slow.values()) * (1 - SLACK)
+        return self.slowest - self.even_share < step * min(self._ground.slow.values()) * (1 - SLACK)
+
+    @property
+    def even_share(self) -> float:
+        """What the slowest member had to do if work could go from every member to every other."""
+        return self._share(self._ground.members)
 
     def better_than(self, other: Lending) -> bool:
         """Whether the slowest member is faster than in ``other``, or as fast with fewer that are about as slow."""
@@ -210,6 +224,35 @@ class Lending:
         """The shadows by rank."""
         return self._graph.shadows
 
+    def together(self) -> list[Together]:
+        """The members between whom work can go, along owners and shadows."""
+        found, met = [], set[str]()
+        for member in self._ground.members:
+            if member not in met:
+                members = self._reached(member)
+                met |= members
+                found.append(Together(frozenset(members), self._share(members)))
+        return found
+
+    def spare(self, rank: int) -> bool:
+        """Whether its owner and shadow are together without this role, or nothing of it could go to the shadow."""
+        return rank not in self._graph.ways or self._other(rank, self._ground.owners[rank]) in self._reached(
+            self._ground.owners[rank], without=rank
+        )
+
+    def _reached(self, member: str, without: int | None = None) -> set[str]:
+        met, left = {member}, [member]
+        while left:
+            one = left.pop()
+            beside = {self._other(rank, one) for rank in self._graph.beside[one] if rank != without} - met
+            met |= beside
+            left += beside
+        return met
+
+    def _share(self, members: Collection[str]) -> float:
+        slow, loads = self._ground.slow, self.loads.by_member
+        return sum(loads[each] / slow[each] for each in members) / sum(1 / slow[each] for each in members)
+
     def lent(self) -> tuple[Lent, ...]:
         """The lendings to shadows."""
         return tuple(
@@ -219,27 +262,68 @@ class Lending:
         )
 
     def improve(self) -> None:
-        """Takes work from the slowest members as long as that makes nobody as slow as they were."""
-        if self.even:
-            return
-        relieved = True
+        """Gives the slowest members as little to do as is found: in small steps, or by halving, whichever is better."""
+        lowered, halved = self._copied(), self._copied()
+        lowered._lower()
+        halved._halve()
+        self._become(min((lowered, halved), key=lambda division: division.rating))
+
+    def _lower(self) -> None:
+        """Takes work from the slowest members, step by step, as long as that makes nobody as slow as they were."""
+        loads, relieved = self.loads.by_member, not self.even
         while relieved:
             offered: dict[str, float] = {}
             # One of several that are about as slow may have to be relieved before it can take something from another.
             slowest = self.loads.at_least(self.slowest * (1 - _WORTH), _TIED)
-            relieved = any(self._relieve(member, offered) for member in slowest)
+            relieved = any(self._relieve(m, loads[m] * (1 - _WORTH), offered, 1) for m in slowest)
 
-    def _relieve(self, slowest: str, offered: dict[str, float]) -> bool:
-        """Moves one step of work from ``slowest`` along the shortest chain of members that can bear it.
+    def _halve(self) -> None:
+        """Halves what is between the slowest member and an even share, as often as that goes."""
+        least = self.even_share
+        for _ in range(_HALVINGS):
+            if self.even:
+                return
+            limit, attempt = (least + self.slowest) / 2, self._copied()
+            levelled = attempt._levelled(limit)
+            if levelled or attempt.better_than(self):
+                self._become(attempt)
+            if not levelled:
+                least = limit
+
+    def _become(self, other: Lending) -> None:
+        self.loads, self._ways, self._steps = other.loads, other._ways, other._steps
+
+    def _copied(self) -> Lending:
+        copied = copy(self)
+        copied.loads, copied._ways, copied._steps = Loads(self.loads.by_member), dict(self._ways), dict(self._steps)
+        return copied
+
+    def _levelled(self, limit: float) -> bool:
+        """Takes work from members that have ``limit`` or more to do; whether none is left."""
+        stuck: set[str] = set()
+        while above := [m for m in self.loads.at_least(limit, len(self._ground.members)) if m not in stuck][:_TIED]:
+            offered: tuple[dict[str, float], dict[str, float]] = {}, {}
+            # One of several may have to be relieved before it can take something from another.
+            relieved = any(
+                self._relieve(member, limit, of, steps)
+                for steps, of in zip((1, None), offered, strict=True)
+                for member in above
+            )
+            stuck = set() if relieved else stuck.union(above)
+        return not stuck
+
+    def _relieve(self, slow_one: str, limit: float, offered: dict[str, float], most: int | None) -> bool:
+        """Moves some work from ``slow_one`` along the shortest chain of members that stay, or come, below ``limit``.
 
         Args:
-            slowest: the member.
+            slow_one: a member.
+            limit: seconds per micro-batch.
             offered: by member the least that it was offered in vain; what is offered now is added.
+            most: steps of a role that go from one member to the next; ``None``: any number.
         """
         loads, slow = self.loads.by_member, self._ground.slow
-        limit = loads[slowest] * (1 - _WORTH)
-        queue = deque([_Link(slowest)])
-        offered[slowest] = 0.0
+        queue = deque([_Link(slow_one)])
+        offered[slow_one] = 0.0
         while queue:
             link = queue.popleft()
             member = link.member
@@ -247,26 +331,32 @@ class Lending:
                 for each in link.chain:
                     self._move(each)
                 return True
+            excess = 0.0 if link.before is None else (loads[member] + link.coming - limit) / slow[member]
             for rank in self._graph.beside[member]:
-                for way, steps in self._next(rank, member):
-                    other = self._other(rank, member)
-                    given = abs(way.shares[steps] - self._ways[rank].shares[self._steps[rank]])
+                other = self._other(rank, member)
+                for way, steps, given in self._next(rank, member, excess, most):
                     coming = given * slow[other]
-                    if coming >= offered.get(other, inf) * (1 - SLACK) or link.passes(other):
-                        continue
-                    if loads[member] + link.coming - given * slow[member] < limit or member == slowest:
+                    if coming < offered.get(other, inf) * (1 - SLACK) and not link.passes(other):
                         offered[other] = coming
                         queue.append(_Link(other, coming, link, rank, way, steps))
         return False
 
-    def _next(self, rank: int, member: str) -> list[tuple[Way, int]]:
-        """The steps of roles that may go from ``member`` to their other holders: each the way, and its step."""
-        way, steps = self._ways[rank], self._steps[rank]
-        if member != self._ground.owners[rank]:
-            return [(way, steps - 1)] if steps else []
-        if not steps:  # from either side
-            return [(each, 1) for each in self._graph.ways[rank]]
-        return [(way, steps + 1)] if steps + 1 < len(way.shares) else []
+    def _next(self, rank: int, member: str, least: float, most: int | None) -> Iterator[tuple[Way, int, float]]:
+        """How more than ``least`` seconds of a role can go from ``member`` to the other one that holds it.
+
+        Yields each way to divide the role, the fewest of its steps, and what goes.
+        """
+        way, now = self._ways[rank], self._steps[rank]
+        share = way.shares[now]
+        # From either side, if all of it is at its owner.
+        ways = (way,) if now else self._graph.ways[rank]
+        for each in ways:
+            owned = member == self._ground.owners[rank]
+            for steps in (range(now + 1, len(each.shares)) if owned else range(now - 1, -1, -1))[:most]:
+                given = abs(each.shares[steps] - share)
+                if given > least:
+                    yield each, steps, given
+                    break
 
     def _other(self, rank: int, member: str) -> str:
         owner = self._ground.owners[rank]

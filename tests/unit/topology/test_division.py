@@ -145,6 +145,24 @@ def test_shares_are_even(shape: tuple[int, int, int], members: int, slowest: int
     assert round(predicted_s(plan, Costs()) * shape[2], 6) == slowest
 
 
+@pytest.mark.parametrize(
+    ("pipelines", "stages", "members", "most"),
+    [(16, 1, 15, 1.05), (16, 1, 14, 1.05), (8, 2, 15, 1.09), (8, 2, 14, 1.08), (8, 2, 11, 1.06)],
+)
+def test_shares_of_uneven_blocks(pipelines: int, stages: int, members: int, most: float) -> None:
+    """Blocks are one or two layers, or the head; work comes from every member to every other, by other shadows."""
+    blocks = (0.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 1.0, 2.0, 2.0, 1.0, 2.0, 3.0)
+    count = len(blocks) // stages
+    costs = BlockCosts(tuple(blocks[first : first + count] for first in range(0, len(blocks), count)))
+    for seed in range(5, 9):
+        plan = replace(job(pipelines, stages, count), costs=costs)
+        alive = list(plan.members)
+        for lost in Random(seed).sample(alive, len(alive) - members):
+            alive.remove(lost)
+            plan = settled(takeover(plan, {lost}), candidates(alive, plan.world.size, {}))
+        assert predicted_s(plan, Costs()) <= most * pipelines * sum(blocks) / members
+
+
 def test_a_loss_leaves_other_parts_where_they_are() -> None:
     plan = replace(job(1, 4, 3), lent=(Lent(1, 1, "front"), Lent(3, 2, "rear")))
     assert [plan.computers(role) for role in plan.world.roles] == [("m0",), ("m0", "m1"), ("m2",), ("m3", "m2")]
