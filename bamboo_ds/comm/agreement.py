@@ -25,7 +25,7 @@ Merge = Callable[[list[Payload]], Payload]
 
 
 class Agreement:
-    """Collectives of an epoch's members, for one thread at a time, the main thread.
+    """Collectives of an epoch's members, for one thread at a time.
 
     All raise ``EpochChanged`` when the epoch ends, ``PeerLost`` when a member is gone, and the first one ``NotMet``
     when somebody has not come within the timeout.

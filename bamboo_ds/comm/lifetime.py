@@ -9,6 +9,7 @@ import logging
 import re
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from types import TracebackType
 
 from ..devices.errors import is_device_error
@@ -152,12 +153,11 @@ class Lifetime:
             self._aborted, self._loss, self.orderly = reason, loss, orderly
             callbacks = list(self._callbacks.values())
             self._quiet.notify_all()
-        try:
+        with ExitStack() as stack:  # the last one is called first, whatever the others raise
+            stack.callback(self._over.set)
+            for callback in reversed(callbacks):
+                stack.callback(callback)
             logger.info("epoch %d: aborted: %s", self.number, reason)
-            for callback in callbacks:
-                callback()
-        finally:
-            self._over.set()
         return True
 
     def await_abort(self) -> None:

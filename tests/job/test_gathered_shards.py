@@ -1,4 +1,4 @@
-"""Shards of partitioned optimizers after a step: owners of a stage gather them, other holders get them over lanes."""
+"""Shards of partitioned optimizers after a step: owners of a stage gather them, others get them over channels."""
 
 from __future__ import annotations
 

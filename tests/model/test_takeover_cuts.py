@@ -249,7 +249,7 @@ def test_where_the_ends_are_alike_nothing_more_is_sent() -> None:
     for apart in (None, 0):
         done = undisturbed(Spec(stages=2, iterations=4, apart=apart), 1).done.values()
         found = [(step, what.split(" on ")[1]) for each in done for step, what in each if what.startswith("send")]
-        sent[apart] = Counter(step for step, lane in found if lane.startswith(names))
+        sent[apart] = Counter(step for step, channel in found if channel.startswith(names))
     # The inputs for the shadow of the first stage, and the labels for that of the last one.
     assert sent[None] == {0: 2 * LINE.micro_batches}
     assert sent[0] == dict.fromkeys(range(4), 2 * LINE.micro_batches)

@@ -235,7 +235,7 @@ def collectives(member: Member) -> Any:
     return portable(total), {name: (len(text), text[-2:]) for name, text in names.items()}
 
 
-def test_every_payload_on_every_lane(trio: Cluster) -> None:
+def test_every_payload_on_every_channel(trio: Cluster) -> None:
     trio.attach()
     inside(trio, open_channels)
     assert inside(trio, everything_to_everybody) == [[True] * 3] * 3

@@ -33,9 +33,9 @@ _OWN_EXITS = {EXIT_EVICTED: Exit.EVICTED, EXIT_LEFT: Exit.EVICTED, EXIT_FATAL_LO
 #: Exit codes of the outcomes that have one of their own.
 _CODES = {"left": 0, "evicted": 0, "fatal": EXIT_FATAL_LOSS}
 #: Workers that were told to end, for which an exit code of 0 is no sign of success.
-_ASKED = (State.EVICTED, State.STOPPED, State.BROKEN)
+_ASKED = (State.EVICTED, State.ADRIFT, State.STOPPED, State.BROKEN)
 #: The job goes on without the member.
-_OUT = (State.EVICTED, State.REJOINING)
+_OUT = (State.EVICTED, State.ADRIFT, State.REJOINING)
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Slot:
             self._since = self._since if self.admitted else self._clock()
             self._listed = plan.epoch
             self._note(Event.LISTED)
-        if not self.admitted or listed or self.state is State.EVICTED:
+        if not self.admitted or listed or self.state in _OUT:
             return None
         # A plan for the next boundary lets the worker go there; after any other it is late already.
         late = plan.interrupts() or plan.epoch > self._listed + 1

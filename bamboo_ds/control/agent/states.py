@@ -23,6 +23,7 @@ class State(Enum):
     FREE = "free"  #: to go: nobody needs it
     FATAL = "fatal"  #: some role's state is lost: the job is about to start again
     EVICTED = "evicted"  #: the job goes on without it: it writes nothing but its end
+    ADRIFT = "adrift"  #: evicted from a job that is about to start again
     STOPPED = "stopped"  #: the job is ended
     BROKEN = "broken"  #: the control plane has failed
     WAITING = "waiting"  #: for the job's start, without a worker; :mod:`.waiting`
@@ -65,18 +66,18 @@ class Exit(Enum):
 
 
 _WITH_WORKER = """
-          joining unsure  starting running leaving free    fatal   evicted stopped broken
-listed    running running running  .       .       .       .       .       .       .
-missed    unsure  .       .        .       .       .       .       .       .       .
-absent    .       joining .        .       .       .       .       .       .       .
-out       evicted evicted evicted  evicted evicted .       .       .       .       .
-spared    .       .       free     free    free    .       free    .       .       .
-doomed    fatal   .       fatal    fatal   fatal   .       .       fatal   .       .
-notice    .       .       leaving  leaving .       .       .       .       .       .
-withdrawn free    .       .        .       .       .       free    free    .       .
-told      .       .       leaving  leaving .       .       leaving .       .       .
-stop      stopped .       stopped  stopped stopped stopped stopped stopped .       .
-error     broken  .       broken   broken  broken  broken  broken  broken  broken  .
+          joining unsure  starting running leaving free    fatal   evicted adrift  stopped broken
+listed    running running running  .       .       .       .       .       .       .       .
+missed    unsure  .       .        .       .       .       .       .       .       .       .
+absent    .       joining .        .       .       .       .       .       .       .       .
+out       evicted evicted evicted  evicted evicted .       adrift  .       .       .       .
+spared    .       .       free     free    free    .       free    .       .       .       .
+doomed    fatal   .       fatal    fatal   fatal   .       .       adrift  .       .       .
+notice    .       .       leaving  leaving .       .       .       .       .       .       .
+withdrawn free    .       .        .       .       .       free    free    free    .       .
+told      .       .       leaving  leaving .       .       leaving .       evicted .       .
+stop      stopped .       stopped  stopped stopped stopped stopped stopped stopped .       .
+error     broken  .       broken   broken  broken  broken  broken  broken  broken  broken  .
 """
 _WITHOUT_WORKER = """
            waiting   rejoining placed ended
@@ -100,6 +101,7 @@ leaving  finished left    evicted fatal   failed  lost    lost    lost
 free     finished left    left    left    left    left    lost    lost
 fatal    finished left    fatal   fatal   fatal   fatal   fatal   lost
 evicted  evicted  left    evicted evicted evicted evicted evicted lost
+adrift   fatal    left    fatal   fatal   fatal   fatal   fatal   lost
 stopped  stopped  stopped stopped stopped stopped stopped stopped lost
 broken   failed   failed  failed  failed  failed  failed  failed  lost
 """

@@ -67,7 +67,7 @@ class Steps(InContext):
         Raises:
             ProtocolError: there are no reduced gradients.
         """
-        positions, self._committed = inputs.positions(), inputs.committed
+        positions = inputs.positions()
         if positions is not None:
             positions[0].assure(runtime)
         if inputs.trained:
@@ -77,6 +77,7 @@ class Steps(InContext):
             if not self.builder.parks:  # any more
                 self.builder.move(runtime, parked=False)
             with self.binding.bound(runtime), self.builder.at_home(runtime):
+                self._committed = inputs.committed  # what is before may take steps of its own
                 self._apply_results(runtime, inputs.results)
                 if runtime.owned:
                     self.ds.optimizer_step()

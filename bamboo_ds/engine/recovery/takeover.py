@@ -170,7 +170,7 @@ class Takeover(InContext):
         begin, operation = time.monotonic(), self.progress.operation
         plan = self.job.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         if operation.recovery is not None:  # training has paused for that worker as for any other plan
-            waited = time.monotonic() - begin
+            waited, self.epoch.job.lost_at = time.monotonic() - begin, None  # another loss meanwhile is in it
             operation.recovery = replace(operation.recovery, planned=operation.recovery.planned + waited)
         raise EpochChanged(f"epoch {plan.epoch} follows")
 

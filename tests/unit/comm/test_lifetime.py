@@ -30,6 +30,17 @@ def test_an_abort_ends_operations_and_orders_once() -> None:
         raise AssertionError("entered")
 
 
+def test_what_is_called_at_an_abort_is_called_whatever_else_fails() -> None:
+    life, called = Lifetime(3, lambda member, reason: None), []
+    life.call_on_abort(lambda: called.append("first"))
+    life.call_on_abort(lambda: called.append(1 / 0))
+    life.call_on_abort(lambda: called.append("last"))
+    with pytest.raises(ZeroDivisionError):
+        life.abort("a loss")
+    life.await_abort()
+    assert called == ["first", "last"] and life.aborted == "a loss"
+
+
 def test_who_releases_an_epoch_waits_until_its_abort_is_through() -> None:
     """Another thread has aborted it, and shuts down what gloo has opened."""
     life, held, goes_on = Lifetime(3, lambda member, reason: None), threading.Event(), threading.Event()

@@ -69,6 +69,21 @@ def test_an_evicted_member_rejoins_unless_it_is_told_to_end() -> None:
     assert (it.state, it.next) == (State.ENDED, None)
 
 
+@pytest.mark.parametrize("first", ["evicted", "doomed"])
+def test_an_evicted_member_of_a_job_that_starts_again_waits_for_that(first: str) -> None:
+    it = slot(RUNNING)
+    fatal = replace(WITHOUT, epoch=WITHOUT.epoch + 1, lost_roles=(1,), members=RUNNING.members, lost=())
+    if first == "evicted":
+        it.note_evicted()
+        it.note_plan(fatal)
+    else:
+        it.note_plan(fatal)
+        assert it.note_plan(replace(WITHOUT, epoch=fatal.epoch + 1)) is not None
+        assert it.note_plan(replace(WITHOUT, epoch=fatal.epoch + 2)) is None, "it was told once"
+    assert it.state is State.ADRIFT and not it.may_leave and not it.failure_ends_job
+    assert end(it, 0) == "fatal" and it.state is State.WAITING
+
+
 def test_a_member_that_leaves_has_not_been_evicted() -> None:
     it = slot(RUNNING)
     assert it.note_notice("told to") is None and it.state is State.LEAVING

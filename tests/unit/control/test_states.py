@@ -37,7 +37,7 @@ def test_every_end_of_a_worker_has_an_outcome() -> None:
     assert AFTER.keys() <= set(OUTCOMES.values())
 
 
-@pytest.mark.parametrize("state", [State.FREE, State.EVICTED, State.FATAL, State.STOPPED, State.BROKEN])
+@pytest.mark.parametrize("state", [State.FREE, State.EVICTED, State.ADRIFT, State.FATAL, State.STOPPED, State.BROKEN])
 def test_there_is_no_way_back_into_the_job_with_the_same_worker(state: State) -> None:
     without = frozenset({Event.TOLD})  # one that is told to end goes by its exit code again
     assert reached(state, without=without).isdisjoint({State.JOINING, State.STARTING, State.RUNNING, State.LEAVING})
@@ -60,6 +60,14 @@ def test_a_plan_without_a_member_ends_its_part_whatever_it_was_told_before() -> 
     free = [state for state in WITH_WORKER if after(state, Event.SPARED) is State.FREE]
     assert {OUTCOMES[State.FREE, end] for end in (Exit.LEFT, Exit.EVICTED, Exit.FAILED, Exit.ASKED)} == {"left"}
     assert {*free} == {State.STARTING, State.RUNNING, State.LEAVING, State.FREE, State.FATAL}
+
+
+def test_a_member_that_a_job_goes_on_without_does_not_finish_it() -> None:
+    """Whatever else it learns: its worker is told to stop, and an exit code of 0 is no sign of success."""
+    for state in reached(State.EVICTED, without=frozenset({Event.WITHDRAWN})):
+        assert OUTCOMES[state, Exit.ASKED] in ("evicted", "fatal", "stopped", "failed")
+    assert after(State.EVICTED, Event.DOOMED) is after(State.FATAL, Event.OUT) is State.ADRIFT
+    assert AFTER[OUTCOMES[State.ADRIFT, Exit.ASKED]] is State.WAITING
 
 
 def test_the_end_of_the_job_outweighs_all_but_a_failure_of_the_control_plane() -> None:
