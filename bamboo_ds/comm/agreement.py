@@ -53,7 +53,7 @@ class Agreement:
         links.services[_ENTERED] = self._welcome
 
     def enter(self) -> None:
-        """Tell the tree's parent, which waits for this member, that it has entered the epoch."""
+        """Tells the tree's parent, which waits for this member, that it has entered the epoch."""
         if self._tree.parent is not None:
             self._links.send(self._tree.parent, _ENTERED, 0, None)
 
@@ -80,7 +80,7 @@ class Agreement:
         return total.clone()  # others may still get it
 
     def barrier(self, operation: str = "barrier") -> None:
-        """Wait for all members. Collective."""
+        """Waits for all members. Collective."""
         self.gather(operation, None, lambda _: None)
 
     def gather(self, operation: str, payload: Payload, merge: Merge) -> Payload:
@@ -95,7 +95,7 @@ class Agreement:
 
     # -- some of them ------------------------------------------------------------------------------------
     def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta, flat: bool = False) -> None:
-        """Wait until ``members`` meet at ``key``, which is used once in an epoch.
+        """Waits until ``members`` meet at ``key``, which is used once in an epoch.
 
         Args:
             operation: for messages.
@@ -151,7 +151,7 @@ class Agreement:
     def _await_from(
         self, operation: str, inbox: deque[PeerMessage], member: str, members: Sequence[str], deadline: float | None
     ) -> list[str]:
-        """Wait for ``member``'s message; those of ``members`` that have sent none, if it does not come in time.
+        """Waits for ``member``'s message; those of ``members`` that have sent none, if it does not come in time.
 
         Tells, more and more rarely, who of them has not even entered the epoch.
         """

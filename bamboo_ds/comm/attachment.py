@@ -31,7 +31,7 @@ def current() -> Attachment:
 
 
 def publish(attachment: Attachment | None) -> None:
-    """Make ``attachment`` that of this process; raises ``RuntimeError`` if there is one already."""
+    """Makes ``attachment`` that of this process; raises ``RuntimeError`` if there is one already."""
     global _current
     if _current is not None and attachment is not None:
         raise RuntimeError("this process has a Session already; close it first")
@@ -157,7 +157,7 @@ class Attachment:
         return epoch
 
     def _ask(self, request: dict[str, Any], timeout: timedelta) -> Any:
-        """Put a request to the store of the epoch that is current: its keys do not outlive the epoch."""
+        """Puts a request to the store of the epoch that is current: its keys do not outlive the epoch."""
         epoch = self.current
         return epoch.reached_at(epoch.plan.members[0])(request, timeout)
 

@@ -33,7 +33,7 @@ _HELD = 256
 
 
 def register() -> None:
-    """Register the backend with torch.distributed. Idempotent; needs no session yet."""
+    """Registers the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
         # Asks no device. What torch 2.6 has in torch.accelerator fails where its devices are not there.
         devices = sorted({"cpu", "cuda", torch._C._get_accelerator().type})
@@ -71,7 +71,7 @@ class _HandleRanks(dict[int, int]):
 
 
 def register_handle(handle: BambooProcessGroup, name: str) -> None:
-    """Make torch.distributed know a handle that was made outside ``new_group``.
+    """Makes torch.distributed know a handle that was made outside ``new_group``.
 
     Raises:
         ValueError: the default group is not initialised, or a group of this name exists in this process.
@@ -188,7 +188,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         """Nothing to do: inner groups end with their epoch."""
 
     def abort(self) -> None:
-        """End the current epoch for the whole process."""
+        """Ends the current epoch for the whole process."""
         epoch = self._attachment.epoch
         if epoch is not None:
             epoch.life.abort(f"abort() of group {self.key}")
@@ -259,7 +259,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return start(epoch, self._meant[0], among, collective, arguments, self._index, self.timeout, on_host)
 
     def _check_alone(self, operation: str) -> None:
-        """Refuse communication with other ranks where the script's code must do without.
+        """Refuses communication with other ranks where the script's code must do without.
 
         Raises:
             UnsupportedError: this is such a place.
@@ -300,7 +300,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise not_passed(self.rank(), late, limit, wait_all_ranks) from error
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the works of the collectives that follow."""
+        """Collects the works of the collectives that follow."""
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Any:

@@ -55,7 +55,7 @@ class Channel:
 
     # -- sending -----------------------------------------------------------------------------------------
     def send(self, sequence: int, payload: Payload | Staged) -> Payload | Staged:
-        """Send ``payload`` as message ``sequence``; returns at once.
+        """Sends ``payload`` as message ``sequence``; returns at once.
 
         The tensors are detached. Contiguous host tensors are not copied and are kept until the kernel has taken them:
         they must not be changed until the epoch is drained. Tensors of a device are not copied yet when this returns,
@@ -141,7 +141,7 @@ class Channel:
         return message.payload(self._device, parked=True)
 
     def discard(self, below: int) -> bool:
-        """Drop what has arrived with a smaller number than ``below``, without a copy to its device.
+        """Drops what has arrived with a smaller number than ``below``, without a copy to its device.
 
         Returns:
             Whether anything is left. A :meth:`ready` after this may be of a message below that has come meanwhile.
@@ -153,7 +153,7 @@ class Channel:
             return bool(messages)
 
     def clear(self) -> None:
-        """Drop all that has arrived here."""
+        """Drops all that has arrived here."""
         if self._inbox is not None:
             with self._links.changed:
                 self._inbox.clear()
@@ -163,7 +163,7 @@ class Channel:
         return bool(self._arrived())
 
     def await_message(self, mark: StreamMark) -> None:
-        """Wait until a message is there, or ``mark`` is reached.
+        """Waits until a message is there, or ``mark`` is reached.
 
         Raises:
             EpochChanged, PeerLost: see the class.
@@ -172,7 +172,7 @@ class Channel:
         self.await_either(mark.query)
 
     def await_either(self, over: Callable[[], bool]) -> None:
-        """Wait until a message is there, or ``over()``.
+        """Waits until a message is there, or ``over()``.
 
         That is asked anew whenever a message has arrived or a connection has ended, as that of a copy does.
 

@@ -84,7 +84,7 @@ class _Outgoing:
         return self.copy.reached(self.done + _size(self.segments[0]))
 
     def give_up(self) -> None:
-        """Send no more of its data."""
+        """Sends no more of its data."""
         self.segments, self.void = deque([[wire.VOID]]), True
 
 
@@ -168,7 +168,7 @@ class Connection:
         return self.confirmed >= number
 
     def share(self) -> None:
-        """Offer the other end, which this one has called, to share memory."""
+        """Offers the other end, which this one has called, to share memory."""
         with self._sending:
             offer = None if self.ended else self.sharing.offer()
         if offer is not None:
@@ -176,7 +176,7 @@ class Connection:
 
     # -- sending -----------------------------------------------------------------------------------------
     def send(self, epoch: int, frame: wire.Segments, copy: Copy | None = None, yields: bool = False) -> int:
-        """Send a frame as far as the kernel takes it now, and keep the rest; returns its number.
+        """Sends a frame as far as the kernel takes it now, and keeps the rest; returns its number.
 
         Args:
             copy: brings its data to host memory. What is not there yet does not go out, nor do later frames; the caller
@@ -196,7 +196,7 @@ class Connection:
         return number
 
     def flush(self) -> bool:
-        """Go on sending, once it is open; whether that has ended any frame."""
+        """Goes on sending, once it is open; whether that has ended any frame."""
         with self._sending:
             before = len(self._left)
             if self.open:
@@ -204,7 +204,7 @@ class Connection:
             return len(self._left) < before
 
     def give_up(self, epoch: int) -> None:
-        """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
+        """Sends nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
 
         What is ready for the kernel still goes out, as it is now: its memory may be changed when this returns.
         """
@@ -249,7 +249,7 @@ class Connection:
         self._begun = self._interrupted = None
 
     def _prepare_some(self) -> bool:
-        """Have enough ready for one call of the kernel; whether there is anything."""
+        """Has enough ready for one call of the kernel; whether there is anything."""
         carried = False  # a segment that the other end can take as soon as it has the mark
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             self._begin_next()
@@ -269,7 +269,7 @@ class Connection:
         return bool(self._ready)
 
     def _begin_next(self) -> None:
-        """Begin a frame if none is, or one that the one that is lets pass."""
+        """Begins a frame if none is, or one that the one that is lets pass."""
         before = self._begun
         if before is not None and (before.void or not before.yields):
             return
@@ -327,7 +327,7 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
+        """Takes what has arrived, or some MiB of it, and leaves nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
             Ended: the connection has.
@@ -413,13 +413,13 @@ class Connection:
 
     # -- the end -----------------------------------------------------------------------------------------
     def hang_up(self) -> None:
-        """Have the loop find that it has ended. From any thread."""
+        """Has the loop find that it has ended. From any thread."""
         with self._sending:
             if not self.ended:
                 sockets.shut(self.socket)
 
     def end(self) -> None:
-        """Close it. Hold :attr:`reading`, or know that nobody reads."""
+        """Closes it. Hold :attr:`reading`, or know that nobody reads."""
         with self._sending:
             self.ended = True
             self.socket.close()

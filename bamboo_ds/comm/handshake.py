@@ -124,7 +124,7 @@ class Handshake:
         return None
 
     def advance(self) -> str | None:
-        """Go on with what has arrived; the name of the other end when that is proven.
+        """Goes on with what has arrived; the name of the other end when that is proven.
 
         Raises:
             Refused: it is a stranger.
@@ -208,7 +208,7 @@ class Door:
         return next((caller for caller, handshake in self._callers.items() if not handshake.answered), None)
 
     def _make_room(self, shortage: OSError) -> None:
-        """Have a descriptor at the next try: the caller waits in the kernel's queue."""
+        """Has a descriptor at the next try: the caller waits in the kernel's queue."""
         stranger = self._stranger()
         if stranger is not None:
             self._refuse(stranger, shortage)
@@ -248,7 +248,7 @@ class Door:
         self._loop.forget(caller)
 
     def close(self) -> None:
-        """Send everybody away who is not known yet."""
+        """Sends everybody away who is not known yet."""
         for caller in list(self._callers):
             self._forget(caller)
             caller.close()

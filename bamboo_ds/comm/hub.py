@@ -111,7 +111,7 @@ class Hub:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def enter(self, receiver: Receiver, members: Collection[str]) -> None:
-        """Give what arrives for an epoch to ``receiver`` from now on, what has arrived already first."""
+        """Gives what arrives for an epoch to ``receiver`` from now on, what has arrived already first."""
         with self.changed:
             self._receiver = receiver
             self._door.expected = len(members)
@@ -124,7 +124,7 @@ class Hub:
             receiver.left(member, False)
 
     def leave(self, epoch: int, over: bool) -> None:
-        """Tell all others that this member has left ``epoch``, and send nothing more of it. From any thread.
+        """Tells all others that this member has left ``epoch``, and sends nothing more of it. From any thread.
 
         Args:
             over: it has ended in the middle, and the others are to leave it as well.
@@ -137,7 +137,7 @@ class Hub:
             connection.send(epoch, wire.control(wire.LEFT, over, epoch))
 
     def drop(self, members: Iterable[str]) -> None:
-        """End the connections to members that have no part in the job any more."""
+        """Ends the connections to members that have no part in the job any more."""
         for member in members:
             for connection in self._all_to(member):
                 self._end(connection, None)
@@ -265,12 +265,12 @@ class Hub:
             self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:
-        """Have ``connection`` go on at each mark of ``copy``."""
+        """Has ``connection`` go on at each mark of ``copy``."""
         for mark in copy.marks:
             self._marks.when(mark, partial(self._flush, connection))
 
     def notify_at(self, mark: StreamMark) -> None:
-        """Have those that wait look again once ``mark`` is reached."""
+        """Has those that wait look again once ``mark`` is reached."""
         self._marks.when(mark, self._notify)
 
     def _notify(self) -> None:
@@ -278,7 +278,7 @@ class Hub:
             self.changed.notify_all()
 
     def _read(self, connection: Connection) -> None:
-        """Read what there is; the caller holds ``connection.reading``.
+        """Reads what there is; the caller holds ``connection.reading``.
 
         What a signal handler of the script raises meanwhile is the script's, and ends the connection.
         """
@@ -299,7 +299,7 @@ class Hub:
             self._close(connection, reason)
 
     def _close(self, connection: Connection, reason: str | None) -> None:
-        """End a connection, whose reader the caller is; ``reason``: none if that is as it should be."""
+        """Ends a connection, whose reader the caller is; ``reason``: none if that is as it should be."""
         if connection.ended:
             return
         with self._watching:
@@ -347,7 +347,7 @@ class Hub:
 
     # -- waiting -----------------------------------------------------------------------------------------
     def wait_for(self, over: Callable[[], bool], members: Sequence[str], timeout_s: float) -> bool:
-        """Wait until ``over()``, at most ``timeout_s`` seconds; the caller holds :attr:`changed`. Whether it is over.
+        """Waits until ``over()``, at most ``timeout_s`` seconds; the caller holds :attr:`changed`. Whether it is over.
 
         What ``members`` send is read here, which spares their messages the way through another thread.
         """
@@ -405,7 +405,7 @@ class Hub:
 
     # -- the end -----------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End all connections and the thread."""
+        """Ends all connections and the thread."""
         self._closed = True
         self._marks.stop()
         self._loop.stop()

@@ -28,7 +28,7 @@ class Values:
         self._waiting: dict[tuple[str, int], list[str]] = {}  # keys by asking member and number
 
     def ask(self, member: str, number: int, request: dict[str, Any]) -> list[tuple[str, int, Any]]:
-        """Do what a member asks for; whom to answer what now: member, number, value."""
+        """Does what a member asks for; whom to answer what now: member, number, value."""
         operation, key, data = request["op"], request.get("key", ""), self._data
         if operation == "get":
             self._waiting[member, number] = list(request["keys"])
@@ -178,7 +178,7 @@ class TorchStore(dist.Store):  # type: ignore[misc]
     def exchange(
         self, what: str, member: str, mine: str, members: Sequence[str], timeout: timedelta | None = None
     ) -> dict[str, str]:
-        """Publish a text as ``member``, and wait for those of ``members``."""
+        """Publishes a text as ``member``, and waits for those of ``members``."""
         self.set(f"{what}/{member}", mine)
         answers = self.multi_get([f"{what}/{each}" for each in members], timeout)
         return {each: answer.decode() for each, answer in zip(members, answers, strict=True)}

@@ -131,13 +131,13 @@ class Session:
         return self.attachment.current
 
     def check(self) -> None:
-        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        """Raises ``EpochChanged`` if the current epoch is aborted."""
         epoch = self._epoch
         if epoch is not None:
             epoch.life.check("operation")
 
     def wait(self, operation: str, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members.
+        """Waits until ``ready()``, which is asked ten times a second; raises as an operation with all members.
 
         Returns:
             Whether it is ready; ``False`` after ``timeout_s`` seconds.
@@ -152,7 +152,7 @@ class Session:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def attach(self, plan: Plan) -> None:
-        """Enter ``plan``'s epoch, and clear the aborted state. Called by the main thread; waits for nobody.
+        """Enters ``plan``'s epoch, and clears the aborted state. Called by the main thread; waits for nobody.
 
         The previous epoch is aborted if it was not, and everything of it destroyed but the connections to members
         that ``plan`` has as well.
@@ -189,7 +189,7 @@ class Session:
         return self._epoch is None or self._epoch.groups.aborts_are_through
 
     def meet(self) -> None:
-        """Wait until all members of the epoch have entered it.
+        """Waits until all members of the epoch have entered it.
 
         Raises:
             EpochChanged, PeerLost: the epoch has ended, or a member is gone.
@@ -198,7 +198,7 @@ class Session:
         self.current.agreement.barrier("attaching")
 
     def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
-        """End the current epoch; callable from any thread (not from a signal handler), any number of times.
+        """Ends the current epoch; callable from any thread (not from a signal handler), any number of times.
 
         Whatever is blocked in it raises ``EpochChanged`` within 200 ms, also if the peer is merely stopped;
         every later operation raises at once until the next :meth:`attach`.
@@ -219,7 +219,7 @@ class Session:
         target.life.abort(reason, orderly=orderly)
 
     def conclude(self) -> None:
-        """Make an end of the newest epoch's channels, see :meth:`.epoch.Epoch.conclude`."""
+        """Makes an end of the newest epoch's channels, see :meth:`.epoch.Epoch.conclude`."""
         if self._epoch is not None:
             self._epoch.conclude()
 
@@ -230,7 +230,7 @@ class Session:
             self._left.append(epoch)
 
     def released(self, timeout: timedelta) -> bool:
-        """Wait until gloo has let go of the sockets and threads of all epochs that were left; whether it has.
+        """Waits until gloo has let go of the sockets and threads of all epochs that were left; whether it has.
 
         It does so at once, but for operations that had a part of their data when their connection ended: those
         keep theirs until the session's timeout.
@@ -239,7 +239,7 @@ class Session:
         return all([epoch.groups.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
     def close(self, grace_s: float = CLOSE_S) -> None:
-        """End cleanly: destroy all inner groups, connections and threads; abort what is still in flight. Idempotent.
+        """Ends cleanly: destroys all inner groups, connections and threads; aborts what is still in flight. Idempotent.
 
         For a clean end let all members meet (:meth:`conclude`, or a barrier) first. Every later operation
         raises ``EpochChanged``.
@@ -265,12 +265,12 @@ class Session:
         return self._hub.offers
 
     def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetch:
-        """Begin to copy what another member offers; see :class:`.bulk.copying.Fetch`. Needs no epoch."""
+        """Begins to copy what another member offers; see :class:`.bulk.copying.Fetch`. Needs no epoch."""
         return Fetch(self._hub.call, member, place, key, timeout_s)
 
     # -- groups ------------------------------------------------------------------------------------------
     def confirm(self, operation: str) -> None:
-        """Make sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
+        """Makes sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
 
         Raises:
             EpochChanged: the epoch has ended, and with it collectives that devices were still busy with.
@@ -308,7 +308,7 @@ class Session:
 
 
 def init_process_group(session: Session, rank: int, world_size: int) -> None:
-    """Initialise torch.distributed's default group on the backend ``bamboo``.
+    """Initialises torch.distributed's default group on the backend ``bamboo``.
 
     Args:
         session: attached, or detached for collectives that do nothing.

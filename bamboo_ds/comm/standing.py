@@ -90,7 +90,7 @@ class Standings:
         return None if own is None else written(asdict(own))
 
     def hear(self, told: Payload) -> None:
-        """Learn where another member's is, by what it tells. From any thread."""
+        """Learns where another member's is, by what it tells. From any thread."""
         own = self._own()
         if own is None:
             return
@@ -99,6 +99,6 @@ class Standings:
             self.difference = f"{other.words()}, while {own.words()}"
 
     def check(self) -> None:
-        """Raise :class:`CallsDiffer` if another member's script makes other calls."""
+        """Raises :class:`CallsDiffer` if another member's script makes other calls."""
         if self.difference is not None:
             raise CallsDiffer(self.difference)

@@ -50,7 +50,7 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         self._source = source
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return at once."""
+        """Returns at once."""
         return True
 
     def is_completed(self) -> bool:
@@ -98,7 +98,7 @@ class Several(CompletedWork):
         self._works = [work for work, _ in pending]
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait for all, in order."""
+        """Waits for all, in order."""
         while self._pending:
             work, finish = self._pending[0]
             work.wait(*timeout)
@@ -173,7 +173,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._devices = [] if device is None else [device]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the result is there, on the host and for the current stream of its device.
+        """Waits until the result is there, on the host and for the current stream of its device.
 
         Raises:
             EpochChanged: the epoch ended meanwhile or long ago.
@@ -224,7 +224,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return True
 
     def await_device(self, timeout: timedelta | None = None) -> None:
-        """Wait on the host until the device is through with a work that runs behind it; raises as :meth:`wait`."""
+        """Waits on the host until the device is through with a work that runs behind it; raises as :meth:`wait`."""
         limit = self._limit if timeout is None else timeout
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         inner, pause = self._inner, _LOOK_S
@@ -241,7 +241,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._check_error(inner)
 
     def _check_error(self, inner: Any) -> None:
-        """Raise what torch has found. Its own ``wait`` would abort the communicator first, and may block in that."""
+        """Raises what torch has found. Its own ``wait`` would abort the communicator first, and may block in that."""
         error = inner.exception()
         if error is not None:
             raise error
@@ -335,7 +335,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return future
 
     def abandon(self) -> Any:
-        """Forget torch's handle, which keeps the sockets of its epoch open; returns it."""
+        """Forgets torch's handle, which keeps the sockets of its epoch open; returns it."""
         inner, self._inner = self._inner, None
         return inner
 

@@ -22,7 +22,7 @@ logger = logging.getLogger("bamboo_ds")
 
 
 def start(parts: Parts, exact: int) -> None:
-    """Take part in the job.
+    """Takes part in the job.
 
     Args:
         parts: of this member's engine.
@@ -72,14 +72,14 @@ def _take_part(parts: Parts, exact: int) -> None:
 
 
 def _connect_local(parts: Parts) -> None:
-    """Give the script's own stage groups whose names are equal on all members."""
+    """Gives the script's own stage groups whose names are equal on all members."""
     role = parts.binding.local.role
     parts.groups.install(role, parts.ds.grid)
     parts.groups.connect_ties(parts.ds.module, role)
 
 
 def _agree(parts: Parts, exact: int) -> StartReport:
-    """Tell all others how this member would begin, and begin as the one that leads does."""
+    """Tells all others how this member would begin, and begins as the one that leads does."""
     plan = parts.epoch.plan
     mine = StartReport(
         seed=parts.progress.seed,

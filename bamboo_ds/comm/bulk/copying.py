@@ -86,7 +86,7 @@ class Fetch:
         return bytes(payloads.view(text)).decode(), tensors
 
     def cancel(self) -> None:
-        """End it, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
+        """Ends it, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
         with self._changed:
             self._fail(f"it was stopped after {self.share:.0%}")
 
@@ -117,13 +117,13 @@ class Fetch:
 
     # -- the loop's thread -------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
-        """Ask for what is missing."""
+        """Asks for what is missing."""
         with self._changed:
             asked = torch.tensor(self._offer)
             connection.send(0, wire.encode(self._key.encode(), self._next, asked))
 
     def closed(self, connection: Connection, reason: str | None) -> None:
-        """Call again, if anything came of the last call."""
+        """Calls again, if anything came of the last call."""
         with self._changed:
             if self._over:
                 return

@@ -50,7 +50,7 @@ class TokenBucket:
         self._tokens, self._at = burst, clock()
 
     def reserve(self, size: int) -> float:
-        """Take ``size`` bytes; they may go in the returned number of seconds. First come, first served."""
+        """Takes ``size`` bytes; they may go in the returned number of seconds. First come, first served."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - size
         self._at = now
@@ -144,7 +144,7 @@ class Offers:
         loop.timers.append(self._advance)
 
     def begin(self, rate_mb_per_s: float | None, answers: Mapping[str, Callable[[str], str]]) -> None:
-        """Go by these settings from now on.
+        """Goes by these settings from now on.
 
         Args:
             rate_mb_per_s: bound on the tensors' bytes of all copies together, in 10^6 bytes per second; ``None``: none.
@@ -159,7 +159,7 @@ class Offers:
             self._look_again()
 
     def offer(self, key: str, text: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Publish a snapshot; an earlier one under ``key`` is withdrawn.
+        """Publishes a snapshot; an earlier one under ``key`` is withdrawn.
 
         Contiguous tensors in host memory are not copied: none may change until :meth:`withdraw`, or another
         offer for ``key``, has returned.
@@ -177,12 +177,12 @@ class Offers:
             self._look_again()
 
     def withdraw(self, key: str) -> None:
-        """Withdraw the offer, if there is one; who is getting it is told. Takes no longer than one piece."""
+        """Withdraws the offer, if there is one; who is getting it is told. Takes no longer than one piece."""
         with self._lock:
             self._withdraw(key)
 
     def close(self) -> None:
-        """Withdraw everything, for good. Idempotent."""
+        """Withdraws everything, for good. Idempotent."""
         with self._lock:
             self._closed, self._answers = True, {}
             for key in list(self._offers):
@@ -237,7 +237,7 @@ class Offers:
 
     # -- the loop's thread -------------------------------------------------------------------------------
     def _advance(self) -> float | None:
-        """Send one piece, if one is due; seconds until the next one is."""
+        """Sends one piece, if one is due; seconds until the next one is."""
         waits, now = [], time.monotonic()
         with self._lock:
             for connection, request in self._requests.items():

@@ -36,7 +36,7 @@ def start(
     timeout: timedelta,
     on_host: bool = False,
 ) -> Any:
-    """Begin a collective in ``epoch``; returns its work.
+    """Begins a collective in ``epoch``; returns its work.
 
     Args:
         key: of the inner group.
@@ -141,7 +141,7 @@ class Adapter:
         self._me = among.members.index(member)
 
     def start(self, collective: Collective, arguments: tuple[Any, ...]) -> Pending:
-        """Begin it: its work, and what is to be done once after that."""
+        """Begins it: its work, and what is to be done once after that."""
         *tensors, options = arguments
         run: Callable[[Any, Any], Pending] = getattr(self, f"_{collective.shape}")
         return run(collective.forms(len(self._hosts), *tensors), options)
@@ -164,7 +164,7 @@ class Adapter:
         return self._by_rank(tensors, options, options.rootRank == self._rank)
 
     def _reduce_scatter(self, shares: Scattered, options: Any) -> Pending:
-        """Reduce everything, keep our share."""
+        """Reduces everything, keeps our share."""
         pending = [self._reduce_share(output, row, options) for output, row in shares]
 
         def finish() -> None:
@@ -237,7 +237,7 @@ class Adapter:
         return self._inner.broadcast(tensors, options), None
 
     def _scatter(self, shares: Scattered, options: Any) -> Pending:
-        """Broadcast everything, keep our share: the root cannot know for which of its roles an owner calls.
+        """Broadcasts everything, keeps our share: the root cannot know for which of its roles an owner calls.
 
         Nothing comes from a root that has no process.
         """

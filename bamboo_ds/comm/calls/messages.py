@@ -204,7 +204,7 @@ class ScriptMessages:
         return CompletedWork([tensor])
 
     def _deliver(self) -> None:
-        """Send what has not been sent in this epoch."""
+        """Sends what has not been sent in this epoch."""
         epoch = self._session.current
         for stream, kept in self._kept.items():
             for message in tuple(kept):
@@ -242,7 +242,7 @@ class ScriptMessages:
         self._told[str(stream)] = max(int(number), self._told.get(str(stream), -1))
 
     def _prune(self) -> None:
-        """Forget what receivers have."""
+        """Forgets what receivers have."""
         for stream, kept in self._kept.items():
             newest = self._told.get(str(stream), -1)
             while kept and kept[0].number <= newest:
@@ -263,7 +263,7 @@ class ScriptMessages:
         self._missed[self._session.member] = place, _DOUBTFUL
 
     def complete(self, work: ScriptReceive, limit: timedelta) -> None:
-        """Wait for the message of ``work``.
+        """Waits for the message of ``work``.
 
         Raises:
             RuntimeError: it has not come within ``limit``, or is of another size.
@@ -281,7 +281,7 @@ class ScriptMessages:
                 self._survive(error)
 
     def _survive(self, error: EpochChanged) -> None:
-        """Recover from ``error``; raises it in other threads than the main one."""
+        """Recovers from ``error``; raises it in other threads than the main one."""
         if threading.current_thread() is not threading.main_thread():
             raise error
         self._recover()
@@ -308,7 +308,7 @@ class ScriptMessages:
         return True
 
     def match(self, epoch: Epoch, work: ScriptReceive) -> bool:
-        """Give what has arrived for the stream of ``work`` to those that wait for it, in turn; whether it is over.
+        """Gives what has arrived for the stream of ``work`` to those that wait for it, in turn; whether it is over.
 
         The caller holds the links' condition.
         """
@@ -368,7 +368,7 @@ class ScriptReceive(CompletedWork):
         self._source = -1
 
     def take(self, message: PeerMessage) -> None:
-        """Copy ``message`` into the tensor; what is wrong with it comes with :meth:`wait`."""
+        """Copies ``message`` into the tensor; what is wrong with it comes with :meth:`wait`."""
         self.over, self._source = True, message.sequence
         try:
             p2p.put(self._result[0], message.tensors[1], message.sequence)
@@ -376,7 +376,7 @@ class ScriptReceive(CompletedWork):
             self._error = error
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the message.
+        """Waits for the message.
 
         Raises:
             FatalLoss, Evicted, Left, Isolated: as ``train_batch``.

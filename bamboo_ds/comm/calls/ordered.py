@@ -41,7 +41,7 @@ class Ordered:
         self._works: list[Any] = []
 
     def start(self, shape: str, forms: Any, options: Any) -> Pending:
-        """Begin a reduction.
+        """Begins a reduction.
 
         Args:
             shape: one of those that reduce, of :data:`.table.Shape`.
@@ -111,7 +111,7 @@ class _Followed(Several):
         self._marks = [accelerator().current_stream(device.index).record_event() for device in devices]
 
     def wait(self, *timeout: Any) -> bool:
-        """Let the current stream wait, which may be another one."""
+        """Lets the current stream wait, which may be another one."""
         super().wait(*timeout)
         for mark in self._marks:
             accelerator().current_stream().wait_event(mark)

@@ -124,7 +124,7 @@ class ScriptCollectives:
         return {**told, "newcomers": dict(self._newcomers)}
 
     def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Learn what has become of the collectives that this member is in.
+        """Learns what has become of the collectives that this member is in.
 
         Args:
             records: what every member has told; see :meth:`record`. Members that join have ``joining`` set.
@@ -167,7 +167,7 @@ class ScriptCollectives:
     # -- collectives ---------------------------------------------------------------------------------------
 
     def start(self, handle: Group, collective: Collective, arguments: tuple[Any, ...]) -> ScriptWork:
-        """Begin a collective of the script."""
+        """Begins a collective of the script."""
         number = self._begun[handle.key] = self._begun.get(handle.key, 0) + 1
         work = ScriptWork(self, handle, number, collective, arguments)
         self._open.append(work)
@@ -181,7 +181,7 @@ class ScriptCollectives:
         return work
 
     def complete(self, work: ScriptWork, timeout: timedelta = NO_TIMEOUT) -> None:
-        """Wait until ``work`` is over, and before it those of its group that were begun earlier."""
+        """Waits until ``work`` is over, and before it those of its group that were begun earlier."""
         if work.error is not None:
             raise work.error
         while not work.over:
@@ -199,12 +199,12 @@ class ScriptCollectives:
             self._open.remove(first)
 
     def flush(self) -> None:
-        """Complete whatever the script has begun and not waited for: an operation of the engine comes."""
+        """Completes whatever the script has begun and not waited for: an operation of the engine comes."""
         while self._open:
             self.complete(self._open[0])
 
     def _recover_all(self) -> None:
-        """Recover, and begin again what nobody has completed."""
+        """Recovers, and begins again what no member has completed."""
         while True:
             self._recover()
             try:
@@ -215,7 +215,7 @@ class ScriptCollectives:
                 continue
 
     def note(self, plan: Plan, handle: Group, collective: Collective, options: Any, group: Participants) -> None:
-        """Tell, the first time at each place, that a collective of ``group`` lacks shares of ranks."""
+        """Tells, the first time at each place, that a collective of ``group`` lacks shares of ranks."""
         runs = list(zip(handle.ranks, group.of_rank, strict=True))
         lost = tuple(rank for rank, member in runs if member is None)
         moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
@@ -230,7 +230,7 @@ class ScriptCollectives:
             self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
 
     def _note_message(self, operation: str, ranks: tuple[int, ...], lost: int, result: str) -> str:
-        """Tell, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""
+        """Tells, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""
         place = calling_place()
         told = place, operation, ranks, lost
         if told not in self._told and self._on_lacking is not None:
@@ -276,7 +276,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._computed = self._settled = False
 
     def start(self) -> None:
-        """Begin it in the current epoch, if it has to be done (again).
+        """Begins it in the current epoch, if it has to be done (again).
 
         Raises:
             EpochChanged: the epoch is over.
@@ -336,7 +336,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     # -- torch's interface -------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until every surviving member of the group has the result.
+        """Waits until every surviving member of the group has the result.
 
         Raises:
             FatalLoss, Evicted, Left, Isolated: as ``train_batch``.

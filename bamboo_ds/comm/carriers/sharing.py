@@ -119,7 +119,7 @@ class Sharing:
             self._descriptor = -1
 
     def end(self) -> None:
-        """Let go of everything."""
+        """Lets go of everything."""
         self._close()
         self._senders = (self._stream,)
         if self.memory is not None:

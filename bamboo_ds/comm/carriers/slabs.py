@@ -76,7 +76,7 @@ class Slabs:
         return size >= SMALLEST and 0 in self._out[0]
 
     def send(self, segment: Sequence[memoryview]) -> list[memoryview]:
-        """Copy it into the lowest slab that is free."""
+        """Copies it into the lowest slab that is free."""
         flags, slabs = self._out
         place = bytes(flags).index(0)
         flags[place] = 1
@@ -88,7 +88,7 @@ class Slabs:
         return [memoryview(bytes([_FIRST + place]))]
 
     def receive(self, mark: int, segment: Sequence[memoryview]) -> Iterable[memoryview]:
-        """Copy it out."""
+        """Copies it out."""
         flags, slabs = self._in
         place = mark - _FIRST
         if not (0 <= place < SLABS and flags[place]):
@@ -103,7 +103,7 @@ class Slabs:
         return ()
 
     def abort(self) -> None:
-        """Unmap the memory."""
+        """Unmaps the memory."""
         nothing = numpy.empty((0, 0), numpy.uint8)
         self._out = self._in = (memoryview(b""), nothing)
 

@@ -145,7 +145,7 @@ def in_host_memory(tensor: torch.Tensor) -> WireTensor:
 
 
 def staged(payload: Payload) -> Staged | None:
-    """Have ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
+    """Has ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
 
     Raises:
         TypeError: see :func:`for_frame`.

@@ -108,7 +108,7 @@ class Agent:
         self._telling = Telling(self._id, self._output.say) if settings.tells else None
 
     def run(self) -> LeftRecord:
-        """Serve until the worker has ended and etcd knows; returns how it ended."""
+        """Serves until the worker has ended and etcd knows; returns how it ended."""
         self._data_workers.start_extra(self._settings)
         self._coordinator = self._make_coordinator()
         self._coordinator.start()
@@ -181,22 +181,22 @@ class Agent:
     # -- callbacks of the coordinator, on its thread ------------------------------------------------
 
     def on_plan(self, plan: Plan) -> None:
-        """Hand a plan to the worker; from this thread, because every millisecond of a takeover counts."""
+        """Hands a plan to the worker; from this thread, because every millisecond of a takeover counts."""
         self._worker.send(PlanPush(plan=plan))
         self._mailbox.post(partial(self._note_plan, plan))
 
     def on_peers(self, peers: tuple[tuple[str, str], ...]) -> None:
-        """Tell a worker that waits to be admitted who can tell it what the job has done."""
+        """Tells a worker that waits to be admitted who can tell it what the job has done."""
         self._worker.send(Peers(peers=peers))
 
     def on_feed(self, slot: int, rank: int) -> None:
-        """Start a worker that draws the batches of the pipeline of ``rank``."""
+        """Starts a worker that draws the batches of the pipeline of ``rank``."""
         self._mailbox.post(lambda: self._data_workers.start(self._slot.settings, slot, rank))
 
     # -- main loop ----------------------------------------------------------------------------------
 
     def _watch(self, selector: selectors.BaseSelector) -> float:
-        """Serve the worker until it is dead; returns the monotonic time of its death."""
+        """Serves the worker until it is dead; returns the monotonic time of its death."""
         while True:
             asleep = time.monotonic()
             timeout = self._timeout(asleep)
@@ -299,14 +299,14 @@ class Agent:
                 self._worker.kill(signal.SIGTERM)
 
     def _kill_after(self, grace_s: float) -> None:
-        """Kill the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
+        """Kills the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     # -- the worker's messages ----------------------------------------------------------------------
 
     def _read_channel(self) -> bool:
-        """Handle what has arrived; false when the worker has closed its end."""
+        """Handles what has arrived; false when the worker has closed its end."""
         self._worker.wire.flush()
         lines = self._worker.wire.receive()
         if lines is None:
@@ -346,7 +346,7 @@ class Agent:
                 self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
     def _plan_progress(self) -> None:
-        """Have etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
+        """Has etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
         now, told = self._progress, self._written
         if now is None:
             return
@@ -375,7 +375,7 @@ class Agent:
         return departure.model_copy(update={"reaped": not self._worker.lingers()})
 
     def _announce(self, departure: LeftRecord) -> LeftRecord:
-        """Bring the news of the worker's end to etcd; give up when told to end, or after a while.
+        """Brings the news of the worker's end to etcd; gives up when told to end, or after a while.
 
         Returns:
             What the end means, if it has turned out that the job goes on without this member.

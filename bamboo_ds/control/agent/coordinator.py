@@ -137,11 +137,11 @@ class Coordinator:
     # -- called by the agent ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Register the member, in the background."""
+        """Registers the member, in the background."""
         self._thread.start()
 
     def write(self, key: str, record: Record) -> None:
-        """Write ``record`` as soon as etcd answers; a newer record of the same key replaces it."""
+        """Writes ``record`` as soon as etcd answers; a newer record of the same key replaces it."""
 
         def enqueue() -> None:
             self._pending[key] = record
@@ -149,7 +149,7 @@ class Coordinator:
         self._inbox.post(enqueue)
 
     def mark_leaving(self) -> None:
-        """Say in the member's record that it is going to vanish. The leader then gives its roles to others."""
+        """Says in the member's record that it is going to vanish. The leader then gives its roles to others."""
 
         def mark() -> None:
             self._membership.note_leaving()
@@ -158,7 +158,7 @@ class Coordinator:
         self._inbox.post(mark)
 
     def resign(self) -> None:
-        """Plan no more: the job is being ended."""
+        """Plans no more: the job is being ended."""
 
         self._inbox.post(self._stop_leading)
 
@@ -166,7 +166,7 @@ class Coordinator:
         self._leader = None
 
     def leave(self, departure: LeftRecord | None, stop: StopRecord | None = None) -> None:
-        """Write why the member leaves (``None``: not worth a word), and ``stop`` if given; revoke the lease, end.
+        """Writes why the member leaves (``None``: not worth a word), and ``stop`` if given; revokes the lease, ends.
 
         ``on_ended`` tells.
         """
@@ -182,7 +182,7 @@ class Coordinator:
         return mirror.get(Keys.timing(epoch), TimingRecord) if mirror and isinstance(epoch, int) else None
 
     def close(self, timeout_s: float) -> None:
-        """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads to end."""
+        """Gives up what is not done yet; waits up to ``timeout_s`` seconds for the threads to end."""
         self._ending.set()
         self._inbox.post(lambda: None)
         deadline = self._clock() + timeout_s
@@ -219,7 +219,7 @@ class Coordinator:
                 last.callback(self._inbox.close)
 
     def _turn(self) -> float | None:
-        """Do all there is to do; returns when to look again at the latest."""
+        """Does all there is to do; returns when to look again at the latest."""
         try:
             if self._departure is not None:
                 return self._depart(*self._departure)
@@ -242,7 +242,7 @@ class Coordinator:
         return not self._membership.takes_part and silent_s > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
-        """Handle everything in the inbox, waiting until ``wake`` for something, or for the death of a neighbour."""
+        """Handles everything in the inbox, waiting until ``wake`` for something, or for the death of a neighbour."""
         timeout = None if wake is None else max(0.0, wake - self._clock())
         self._inbox.handle_next(timeout, self._neighbours.pidfds)
         self._inbox.handle_all()
@@ -277,7 +277,7 @@ class Coordinator:
         self._keeper.thread.start()
 
     def _register(self, found: Mirror) -> None:
-        """Put the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
+        """Puts the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
         if not self._membership.may_register(found.plan, found.plan_forged):
             return
         lease = register(self._store, self._membership.record, self._lease_ttl_s, found.revision(Keys.PLAN))
@@ -355,12 +355,12 @@ class Coordinator:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def _push(self, plan: Plan) -> None:
-        """Hand ``plan`` on, if it is new, and note what it means for this member."""
+        """Hands ``plan`` on, if it is new, and notes what it means for this member."""
         if self._membership.note_plan(plan):
             self._callbacks.on_plan(plan)
 
     def _check_seen(self, plan: Plan) -> None:
-        """Find out whether this joiner may have been listed, and lost, by plans that it has not seen.
+        """Finds out whether this joiner may have been listed, and lost, by plans that it has not seen.
 
         Its record is gone then: that hangs on the lease, and the leader removes those of members that are lost.
         """
@@ -371,7 +371,7 @@ class Coordinator:
             self._callbacks.on_evicted()
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
-        """Report members of this host whose agents have died."""
+        """Reports members of this host whose agents have died."""
         self._neighbours.follow(self._membership.record, mirror.on_host)
         for record, at in list(self._neighbours.dead.values()):
             report_dead_agent(self._store, record, at, f"agent died, as {self._id} saw")
@@ -391,7 +391,7 @@ class Coordinator:
             self._stop.tell(StopRecord(code=0, reason="the job has finished", by=self._id))
 
     def _put(self, key: str, record: Record) -> None:
-        """Write ``record``; the end of the job only if that does not go on without this member at that moment."""
+        """Writes ``record``; the end of the job only if that does not go on without this member at that moment."""
         if isinstance(record, MemberRecord):
             renew(self._store, record, self._keeper.lease)
             return

@@ -55,12 +55,12 @@ class Leaving:
         self.end_at: float | None = None
 
     def watch(self, tell: Callable[[Notice], None]) -> None:
-        """Start asking the sources; ``tell`` is called on another thread and must not block."""
+        """Starts asking the sources; ``tell`` is called on another thread and must not block."""
         self._tell = tell
         self._watcher.start()
 
     def take(self, notice: Notice, epoch: int) -> bool:
-        """Note and report ``notice``; whether there is something new to tell the others."""
+        """Notes and reports ``notice``; returns whether there is something new to tell the others."""
         left = "unknown time" if notice.deadline_s is None else f"{notice.deadline_s:.0f} s"
         what = "leaves" if notice.vanishes else "does not leave"
         logger.warning("%s: %s (%s, in %s): this member %s", notice.source, notice.detail, notice.kind, left, what)
@@ -107,7 +107,7 @@ class Leaving:
         return f"{self.notice.kind}, {self.notice.source}: {self.notice.detail}"
 
     def note_step(self, heartbeat: Heartbeat) -> None:
-        """Learn from the worker's progress how long its iterations take."""
+        """Learns from the worker's progress how long its iterations take."""
         step, now = heartbeat.step, time.monotonic()
         if step is None or (self._step is not None and step <= self._step[0]):
             return
@@ -118,7 +118,7 @@ class Leaving:
     # -- the end ----------------------------------------------------------------------------------------
 
     def report(self, epoch: int) -> None:
-        """Tell that the member has left."""
+        """Tells that the member has left."""
         assert self.notice is not None
         event = MemberLeft(
             job=self._settings.job,
@@ -132,7 +132,7 @@ class Leaving:
         emit_or_log(self._events, event)
 
     def close(self, abandoned: bool) -> None:
-        """Ask no more. ``abandoned``: nobody on this host is needed any more, so that the cloud may take it."""
+        """Asks no more. ``abandoned``: no member on this host is needed any more, so that the cloud may take it."""
         for notice in self._notices if abandoned else ():
             self._watcher.acknowledge(notice)
         self._watcher.stop()

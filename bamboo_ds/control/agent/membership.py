@@ -82,7 +82,7 @@ class Membership:
         self._note_leaving()
 
     def note_plan(self, plan: Plan) -> bool:
-        """Follow ``plan``; whether it is a new one."""
+        """Follows ``plan``; whether it is a new one."""
         if plan.epoch <= self.epoch:
             return False
         missed = self._after_epoch < self.epoch < plan.epoch - 1
@@ -147,7 +147,7 @@ def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
 
 
 def check_start(me: MemberRecord, mirror: Mirror) -> None:
-    """Raise :class:`LaunchError` if the job waits for members that start it, and a launcher has started this one."""
+    """Raises :class:`LaunchError` if the job waits for members that start it, and a launcher has started this one."""
     plan, takes_part = mirror.plan, not me.joiner and me.state != "waiting"
     if takes_part and plan is not None and plan.generation == UNSTARTED and mirror.restart is None:
         raise LaunchError(

@@ -23,7 +23,7 @@ _WATCHED = 2
 
 
 def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: str) -> None:
-    """Tell the leader of a member whose agent cannot, unless the agent has said good-bye, or others have told.
+    """Tells the leader of a member whose agent cannot, unless the agent has said good-bye, or others have told.
 
     What it leaves under its lease is removed in any case, the leadership among it.
 
@@ -85,7 +85,7 @@ class Neighbours:
         return list(self._watched)
 
     def follow(self, me: MemberRecord, joiners: Mapping[str, MemberRecord]) -> None:
-        """Watch those of ``joiners`` that the agent of ``me`` is to watch, and nobody else."""
+        """Watches those of ``joiners`` that the agent of ``me`` is to watch, and nobody else."""
         if joiners is self._seen:
             return
         self._seen, near = joiners, watched_by(me, joiners.values(), process_space())
@@ -115,12 +115,12 @@ class Neighbours:
         return self._watched.pop(pidfd)
 
     def look(self) -> None:
-        """Note who has died."""
+        """Notes who has died."""
         for pidfd in wait(self.pidfds, 0.0):
             assert isinstance(pidfd, int)
             self._note(self._drop(pidfd))
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Watches no more. Idempotent."""
         for pidfd in self.pidfds:
             self._drop(pidfd)

@@ -118,7 +118,7 @@ class WorkerOutput:
         logs.show_by(self._log)
 
     def say(self, text: str) -> None:
-        """Show ``text`` of this process on its standard error, in order with what the worker writes."""
+        """Shows ``text`` of this process on its standard error, in order with what the worker writes."""
         assert self._log is not None, "it is started"
         self._log.write(text)
 
@@ -199,7 +199,7 @@ def _ends(terminal: int | None) -> tuple[int, int]:
 
 
 def log_to_file(settings: AgentSettings) -> None:
-    """Have this process's log in a file, too."""
+    """Writes this process's log to a file, too."""
     if settings.logs is None:
         return
     try:

@@ -19,7 +19,7 @@ _FIRST_PRIVATE_FD = 3
 
 
 def reexecute(settings: AgentSettings) -> NoReturn:
-    """Replace this process by an agent with ``settings``.
+    """Replaces this process by an agent with ``settings``.
 
     Of what is open only standard input, output, error and ``settings.result_fd`` are passed on. Call it from the
     main thread when the worker has ended; all other threads end with the call.

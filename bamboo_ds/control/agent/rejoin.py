@@ -77,7 +77,7 @@ class Rejoin:
         self._desertion = Desertion(clock)
 
     def find(self, mailbox: Mailbox) -> None:
-        """Look until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
+        """Looks until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
 
         Args:
             mailbox: of the agent; what it is told meanwhile is handled.
@@ -108,7 +108,7 @@ class Rejoin:
         return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
 
     def look(self) -> None:
-        """Look once."""
+        """Looks once."""
         settings, restarts = self._settings, self._settings.bamboo.recovery.max_restarts > 0
         if self._slot.state is not State.REJOINING:
             return

@@ -322,7 +322,7 @@ class Slot:
             self.depart("lost", "signal", signum.name, 128 + signum)
 
     def depart(self, outcome: str, reason: str, detail: str, code: int) -> None:
-        """End, unless it has ended."""
+        """Ends, unless it has ended."""
         if self.departure is not None:
             return
         self._note(Event.OVER)

@@ -32,7 +32,7 @@ class AroundLosses:
         self._disturbed = False  # the iteration under way
 
     def add(self, span: Span) -> Collection[Span]:
-        """Take the next span in the order of their ends; returns those to write now."""
+        """Takes the next span in the order of their ends; returns those to write now."""
         if not self._wanted:
             while self._held and self._held[0].step < span.step - BEFORE:
                 self._held.popleft()
@@ -83,7 +83,7 @@ class TimelineWriter:
         return {} if self._pipe is None else {ENV_FD: str(self._pipe.writing)}
 
     def write(self) -> None:
-        """Write what is wanted by now, or the first part of it."""
+        """Writes what is wanted by now, or the first part of it."""
         if not self._due:  # until then the rest waits in the pipe
             self._read()
         self._write(_AT_ONCE)
@@ -101,7 +101,7 @@ class TimelineWriter:
             self._file.close()
 
     def _read(self) -> None:
-        """Read the pipe, and choose what is wanted of it."""
+        """Reads the pipe, and chooses what is wanted of it."""
         if self._pipe is None or self._file is None:
             return
         spans = self._pipe.read()
@@ -114,7 +114,7 @@ class TimelineWriter:
                 self._due += self._around_losses.add(span)
 
     def _write(self, count: int) -> None:
-        """Write the first ``count`` of the spans that are due."""
+        """Writes the first ``count`` of the spans that are due."""
         if self._file is None:
             return
         spans = [self._due.popleft() for _ in range(min(count, len(self._due)))]

@@ -47,7 +47,7 @@ class WaitingAgent:
         logs.begin_files()
 
     def run(self) -> LeftRecord | None:
-        """Wait; returns how the member has ended, ``None`` if it goes on."""
+        """Waits; returns how the member has ended, ``None`` if it goes on."""
         self._mailbox.take_signals(lambda signum, at: self._slot.note_signal(signum))
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)

@@ -42,7 +42,7 @@ def save_kept(runtime: StageRuntime, folder: str | Path, rank: int, save: Callab
 
 
 def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
-    """Give ``runtime`` what :func:`save_kept` has saved of its role."""
+    """Gives ``runtime`` what :func:`save_kept` has saved of its role."""
     file = Path(file_of(folder, rank))
     if not file.exists():
         return

@@ -66,7 +66,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     @contextmanager
     def collecting(self, checkpoint: str | Path) -> Iterator[list[HostFile]]:
-        """Collect the files that are saved below ``checkpoint`` (folder and tag) into the list that it gives."""
+        """Collects the files that are saved below ``checkpoint`` (folder and tag) into the list that it gives."""
         self._root, self._files = Path(checkpoint), []
         try:
             yield self._files
@@ -74,7 +74,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
             self._files = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy ``state_dict`` to host memory at once (while collecting), else write it."""
+        """Copies ``state_dict`` to host memory at once (while collecting), else write it."""
         if self._files is None:
             super().save(state_dict, path)
             return
@@ -83,7 +83,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._files.append(HostFile(name, copy, writes_zip_files(self)))
 
     def trim(self) -> None:
-        """Free host memory that the copies just made did not use; to be called when all roles are collected."""
+        """Frees host memory that the copies just made did not use; to be called when all roles are collected."""
         self._pool.trim()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
@@ -163,7 +163,7 @@ class Saves:
         return f"{self.nonce}-{epoch}-{sequence}" + ("-own" if own else "")
 
     def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
-        """Copy the roles of this member to host memory. Waits while an earlier checkpoint is being written.
+        """Copies the roles of this member to host memory. Waits while an earlier checkpoint is being written.
 
         Args:
             request: what is to be saved.
@@ -229,7 +229,7 @@ class Saves:
             self._saver.skip()
 
     def write_and_wait(self) -> None:
-        """Write what was collected, before it is agreed that the save takes place.
+        """Writes what was collected, before it is agreed that the save takes place.
 
         Raises:
             EpochChanged: a loss has interrupted it. It will be repeated.
@@ -254,7 +254,7 @@ class Saves:
         self._job.channel.event("checkpoint_failed", step=step, path=str(path), own=True, reason=reason)
 
     def wait(self) -> None:
-        """Wait until this member has nothing to write; one of the job's own is given up.
+        """Waits until this member has nothing to write; one of the job's own is given up.
 
         Raises:
             EpochChanged: a loss has interrupted it.
@@ -273,11 +273,11 @@ class Saves:
         return self._saver.busy
 
     def poll(self) -> None:
-        """Report what has ended."""
+        """Reports what has ended."""
         self._saver.poll()
 
     def close(self) -> None:
-        """Wait for what is being written, and end."""
+        """Waits for what is being written, and ends."""
         self._saver.close()
 
     def _stop(self) -> None:

@@ -84,7 +84,7 @@ class History:
         return Done("train", {"losses": losses, "skipped": bool(flags & _SKIPPED)}, alike)
 
     def add(self, kind: Kind, data: Any, alike: bool | None = None) -> None:
-        """Note an operation; see :class:`Done`."""
+        """Notes an operation; see :class:`Done`."""
         if kind == "save":
             self._saved_into = data["folder"]
         elif kind == "load" and data.get("ours"):
@@ -94,7 +94,7 @@ class History:
         self._note(kind, alike)
 
     def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool, alike: bool | None = None) -> None:
-        """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
+        """Notes an iteration: its losses by pipeline, and whether the optimizers left out their step."""
         shape = len(losses), len(losses[0])
         self._shape = self._shape or shape
         if self._shape != shape or any(len(each) != shape[1] for each in losses):
@@ -165,7 +165,7 @@ class History:
         return f'{json.dumps(told)[:-1]}, "others": [{texts}]}}'
 
     def extend(self, answer: str) -> int:
-        """Take over what another member has answered, or what a checkpoint tells; returns how much that was."""
+        """Takes over what another member has answered, or what a checkpoint tells; returns how much that was."""
         told = json.loads(answer)
         other = History()
         other._count, other._shape = told["count"], tuple(told["shape"]) if told["shape"] else None

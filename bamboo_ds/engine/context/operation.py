@@ -43,7 +43,7 @@ class Operation(Protocol):
     goes_on: bool
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        """Do it, from ``progress`` if it was interrupted, up to and including the commit."""
+        """Does it, from ``progress`` if it was interrupted, up to and including the commit."""
 
     def commit(self) -> None:
         """Only the commit: all members had entered it."""

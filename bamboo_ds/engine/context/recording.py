@@ -37,7 +37,7 @@ class Recording:
             spans.all = mode == "all"
 
     def execute(self, instruction: PipeInstruction, channels: Channels) -> None:
-        """Execute an instruction over ``channels``."""
+        """Executes an instruction over ``channels``."""
         spans, kind = self._spans, _BY_NAME.get(type(instruction).__name__)
         if spans is None or kind is None:
             self._ds.execute(instruction, channels)

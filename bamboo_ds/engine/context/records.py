@@ -67,7 +67,7 @@ class CurrentEpoch:
         self.begun = self.switch_due = self.copied = False
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch and open its channels.
+        """Attaches to ``plan``'s epoch and opens its channels.
 
         Raises:
             EpochChanged: it has ended meanwhile.
@@ -195,7 +195,7 @@ class OperationProgress:
         return self.committed
 
     def check_idle(self) -> None:
-        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        """Raises :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
         if self.call is not None:
             raise UnsupportedError(
                 f"the engine was called by a function that its {self.call[1]} has called: functions of "

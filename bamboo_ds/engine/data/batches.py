@@ -153,7 +153,7 @@ class PipelineBatches:
         return {part: len(values) for part, values in self._received.items()}
 
     def connect(self, serving: Mapping[Channel, Served], sources: Mapping[str, Channel]) -> None:
-        """Use the channels of a new epoch.
+        """Uses the channels of a new epoch.
 
         Args:
             serving: channels on which this member, a source, sends a part.
@@ -215,7 +215,7 @@ class PipelineBatches:
         return self._message(part, self._drawn[micro_batch])
 
     def take(self, part: str, values: Sequence[Payload]) -> None:
-        """Use these of the current operation, where nobody else gives them to this member."""
+        """Uses these of the current operation, where nobody else gives them to this member."""
         if part not in self._sources and part not in self.own:
             self._received[part] = list(values)
 
@@ -232,7 +232,7 @@ class PipelineBatches:
         return channel.ready()
 
     def draw_ahead(self, micro_batches: int) -> None:
-        """Draw everything that others need now."""
+        """Draws everything that others need now."""
         if self._source.iterator is not None and self._in_use() and not self._source.shared:
             self._draw(micro_batches)
 
@@ -247,7 +247,7 @@ class PipelineBatches:
         return source.iterator is not None and self.drawn < micro_batches and (self.drawn > 0 or not source.shared)
 
     def draw_next(self) -> None:
-        """Draw one that is needed later."""
+        """Draws one that is needed later."""
         self._draw(self.drawn + 1)
 
     def complete(self, micro_batches: int) -> None:
@@ -266,7 +266,7 @@ class PipelineBatches:
         self.drop()
 
     def drop(self) -> None:
-        """Forget everything of the current operation."""
+        """Forgets everything of the current operation."""
         self._drawn.clear()
         self._digest = 0
         for values in self._received.values():

@@ -50,7 +50,7 @@ class Dataset:
         self._batches_per_pass: int | None = None
 
     def adopt(self, pipeline: int, loader: Iterator[Any]) -> None:
-        """Use a loader that exists already and has given nothing yet."""
+        """Uses a loader that exists already and has given nothing yet."""
         self._streams[pipeline] = _Stream(loader, 0)
 
     def batch(self, pipeline: int, position: int) -> Any:

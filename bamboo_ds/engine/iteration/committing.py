@@ -36,14 +36,14 @@ class Commits(InContext):
     plan: Plan | None = field(default=None, init=False)
 
     def commit_iteration(self) -> None:
-        """Commit the iteration, all of whose gradients are reduced and replicated."""
+        """Commits the iteration, all of whose gradients are reduced and replicated."""
         self.supply.complete(self.ds.micro_batches)
         self.epoch.drain()
         self.progress.operation.entered, self.plan = True, self.epoch.plan
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
     def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
-        """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
+        """Makes the sum of ``vector`` (float64) over all members that of the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
         this operation. And it tells how many replicas it builds, and how many of them will take longer than this
@@ -79,7 +79,7 @@ class Commits(InContext):
         return mine
 
     def _refuse_difference(self) -> None:
-        """Find out what members' scripts have not assigned alike.
+        """Finds out what members' scripts have not assigned alike.
 
         Raises:
             Isolated: only members that have joined differ, and this is one of them.

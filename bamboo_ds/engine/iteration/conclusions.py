@@ -31,7 +31,7 @@ class Conclusions(InContext):
     unsure: int | None = field(default=None, init=False)
 
     def tell(self, role: Role, found: Sequence[str], what: str, rounded: bool) -> None:
-        """Tell what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
+        """Tells what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
         if not found:
             return
         self.tally.differing += len(found)
@@ -51,7 +51,7 @@ class Conclusions(InContext):
         logger.error("%s", error)
 
     def begin_again(self, unsure: int | None) -> None:
-        """Count anew what is compared; the time that it took and what differed stay."""
+        """Counts anew what is compared; the time that it took and what differed stay."""
         if self.unsure is None:
             self.unsure = unsure
         self.tally = Tally(seconds=self.tally.seconds, differing=self.tally.differing)

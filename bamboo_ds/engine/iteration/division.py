@@ -97,7 +97,7 @@ class Division(InContext):
     # -- what scripts have changed ------------------------------------------------------------------------
 
     def send_changes(self) -> None:
-        """Send what the script has changed of the bound role before this iteration."""
+        """Sends what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
         told = None
         if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
@@ -112,7 +112,7 @@ class Division(InContext):
         channel.send(self.progress.sequence, as_message(told))
 
     def receive_changes(self, role: Role) -> None:
-        """Receive the same of ``role``, before any pass of it."""
+        """Receives the same of ``role``, before any pass of it."""
         channel, runtime = self.epoch.channels[Stream.CHANGES, role], self.binding.runtimes[role]
         told = from_message(channel.recv(self.progress.sequence))
         if told is not None and not runtime.share.begun:
@@ -122,7 +122,7 @@ class Division(InContext):
     # -- gradients ----------------------------------------------------------------------------------------
 
     def send_part(self, role: Role) -> None:
-        """Send what this member has computed of ``role``, which it shadows."""
+        """Sends what this member has computed of ``role``, which it shadows."""
         runtime = self.binding.use(self.binding.runtimes[role])
         (part,) = runtime.share.parts
         sums, optimizer = self.reduction.own_sums(runtime), runtime.optimizer
@@ -138,7 +138,7 @@ class Division(InContext):
         self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(told))
 
     def receive_part(self) -> None:
-        """Receive the same for the bound role."""
+        """Receives the same for the bound role."""
         runtime = self.binding.current
         payload = self.epoch.channels[Stream.PART, runtime.role].recv(self.progress.sequence)
         if runtime.results.reduced is not None:

@@ -99,7 +99,7 @@ class ExactChecks(InContext):
         self._conclusions = Conclusions(self.context)
 
     def begin(self, steps: int) -> None:
-        """Check so many steps, as the members have agreed."""
+        """Checks so many steps, as the members have agreed."""
         self.on, self.steps, self._before = steps > 0, steps, None
 
     def begin_again(self, steps: int, before: int) -> None:
@@ -224,7 +224,7 @@ class ExactChecks(InContext):
         self._conclusions.tally.seconds += time.monotonic() - begin
 
     def _rehearse(self, channels: RehearsalChannels, role: Role) -> None:
-        """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
+        """Rehearses the takeover of ``role``, if the replica can compute it and there is memory for that."""
         replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._conclusions.tally
         if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
             tally.changed.add(role)
@@ -256,7 +256,7 @@ class ExactChecks(InContext):
         )
 
     def _redo(self, channels: RehearsalChannels, replica: StageRuntime) -> None:
-        """Compute with ``replica`` what it has not computed redundantly, and compare it with what the owner has.
+        """Computes with ``replica`` what it has not computed redundantly, and compares it with what the owner has.
 
         Raises:
             Inexact: something differs.
@@ -274,7 +274,7 @@ class ExactChecks(InContext):
         self._conclusions.tally.roles.add(role)
 
     def _put_back(self) -> None:
-        """Park again what was brought to the device for rehearsals."""
+        """Parks again what was brought to the device for rehearsals."""
         for replica in self._brought:
             self.redone -= replica.share.part.forwards
             self._forget(replica)
@@ -284,13 +284,13 @@ class ExactChecks(InContext):
             release_cache(self.ds.device)
 
     def _forget(self, replica: StageRuntime) -> None:
-        """Forget the passes of a rehearsal."""
+        """Forgets the passes of a rehearsal."""
         self.binding.refresh()
         replica.forget_passes()
         self.binding.reload()
 
     def _drop_skipped(self, channels: RehearsalChannels) -> None:
-        """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
+        """Drops what was sent for rehearsals that were left out; all of it has arrived before the commit."""
         for role in self._skipped:
             for stream in (Stream.ACTIVATION, Stream.GRADIENT):
                 channel = channels.get((stream, role))
@@ -338,7 +338,7 @@ class ExactChecks(InContext):
     # -- after the step -----------------------------------------------------------------------------------
 
     def _compare_replicas(self) -> None:
-        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result."""
+        """Compares each replica with its owner, all of whose steps are done; tells the result after the last step."""
         self.binding.refresh()
         channels = self._open()
         self._drop_skipped(channels)
@@ -360,7 +360,7 @@ class ExactChecks(InContext):
         self._conclusions.tally.steps += 1
 
     def _compare_beside(self) -> None:
-        """Compare what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
+        """Compares what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
         channels = self._open()
         for role in channels.reported:
             if self.epoch.owns(role):
@@ -397,7 +397,7 @@ class ExactChecks(InContext):
         return facts
 
     def _check(self, channels: RehearsalChannels, role: Role, mine: Facts) -> None:
-        """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
+        """Compares checksums with the owner's, and notes what differs for :meth:`_look_closer`."""
         theirs = self._receive(channels, role)
         self._conclusions.tally.tensors += len({*mine, *theirs})
         names = suspects(summed(mine), theirs)
@@ -419,7 +419,7 @@ class ExactChecks(InContext):
             self._compare(role, facts, self._receive(channels, role), what)
 
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
-        """Tell what differs; raises :class:`Inexact` if that ends the job."""
+        """Tells what differs; raises :class:`Inexact` if that ends the job."""
         rounded = what == REHEARSAL and self._may_round() and only_rounded(mine, theirs)
         self._conclusions.tell(role, differences(mine, theirs), what, rounded)
 

@@ -190,6 +190,6 @@ def pairs_of(
 
 
 def exchange(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Exchange the memory of the two of each pair; nothing is copied, and torch counts no change."""
+    """Exchanges the memory of the two of each pair; nothing is copied, and torch counts no change."""
     for one, other in pairs:
         one.data, other.data = bare(other), bare(one)

@@ -85,7 +85,7 @@ class IdleTimes:
         return self._running[-1][-1] if self._running else None
 
     def _collect(self) -> None:
-        """Record the passes that the device is through with."""
+        """Records the passes that the device is through with."""
         while self._running and self._running[0][-1].query():
             assert self._streams is not None
             kind, *marks = self._running.popleft()
@@ -108,7 +108,7 @@ class IdleTimes:
         return elapsed + duration <= self.expected(place) * (1 + TOLERANCE_SHARE) + TOLERANCE_S
 
     def forget(self) -> None:
-        """Forget the idle times: the schedule has changed. Durations stay."""
+        """Forgets the idle times: the schedule has changed. Durations stay."""
         self._idle.clear()
 
 

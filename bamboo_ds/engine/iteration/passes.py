@@ -46,7 +46,7 @@ class Passes(InContext):
     _batch: Any = field(default=None, init=False)
 
     def use_role(self, role: Role, part: int = 0) -> None:
-        """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
+        """Binds the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
         runtime = self.binding.use(self.binding.runtimes[role])
         self.ds.pipe_buffers = runtime.share.choose(part).buffers
 
@@ -66,7 +66,7 @@ class Passes(InContext):
             self.ds.stage_id, self.ds.num_stages = before
 
     def load(self, buffer_id: int) -> None:
-        """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
+        """Loads what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
 
         The script's iterator is drawn from before a part of a stage is taken for one.
         """

@@ -28,7 +28,7 @@ class Reduction(InContext):
     tied_stages: Collection[int]
 
     def reduce_tied(self) -> None:
-        """Sum the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
+        """Sums the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
         runtime = self.binding.current
         roles = [r for r in self.binding.owned() if r.role.pipeline == runtime.role.pipeline]
         if not self.tied_stages or runtime is not roles[-1]:
@@ -58,7 +58,7 @@ class Reduction(InContext):
                 each.results.tied[place] = total.clone()
 
     def reduce(self) -> None:
-        """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
+        """Averages the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
         runtime = self.binding.current
         # A collective counts a member once: roles of one stage are reduced together, with the last of them.
         same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]

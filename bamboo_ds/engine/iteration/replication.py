@@ -101,7 +101,7 @@ class Replication(InContext):
         self.mismatches = Mismatches(self.settings.redundancy.verify_every)
 
     def send(self) -> None:
-        """Send what the step of the bound role needs to its shadow and to those that build a replica."""
+        """Sends what the step of the bound role needs to its shadow and to those that build a replica."""
         runtime = self.binding.current
         results, verification = runtime.results, runtime.verification
         assert results.reduced is not None and results.measured is not None
@@ -123,7 +123,7 @@ class Replication(InContext):
             channel.send(self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
-        """Receive the same of ``role``, and compare its replica with the owner where it is time.
+        """Receives the same of ``role``, and compares its replica with the owner where it is time.
 
         The step of the iteration before is taken first, so that both have taken the same.
         """
@@ -152,7 +152,7 @@ class Replication(InContext):
             self._compare(replica, told.checksum, told.tensors)
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
-        """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
+        """Compares the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps
         if replica.verification.checksum == expected:
             self.job.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
@@ -221,7 +221,7 @@ class Replication(InContext):
         return SchedulerPosition.of(replica) == before
 
     def exchange_shards(self) -> None:
-        """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.
+        """Brings the parameters of all runtimes up to date, after steps that did so with their own shards only.
 
         All members take part, once between two operations. A runtime that is up to date gets what it has. Owners gather
         shards in the group of their stage, in which they reduce its gradients, where each owns one role of it.

@@ -125,7 +125,7 @@ class Steps(InContext):
         return self.groups.acting_for(runtime.role, answer)
 
     def _apply_results(self, runtime: StageRuntime, results: Results) -> None:
-        """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
+        """Gives the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
         if results.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
         device = runtime.device(self.ds.device)
@@ -151,12 +151,12 @@ class Steps(InContext):
         return self.binding.local.optimizer.skips and self.progress.operation.agreed.skipped()
 
     def advance_local(self) -> None:
-        """Count an iteration on the local runtime if its role is computed by others."""
+        """Counts an iteration on the local runtime if its role is computed by others."""
         if self.binding.local.role not in self.binding.runtimes:
             self.count_local(self.skipped())
 
     def count_local(self, skipped: bool) -> None:
-        """Count a step that others have done for the script's role."""
+        """Counts a step that others have done for the script's role."""
         with self.binding.bound(self.binding.local):
             self.ds.note_step(skipped)
             if not skipped and self.ds.lr_scheduler is not None:

@@ -113,7 +113,7 @@ class PartialSums(InContext):
         return 0
 
     def _tell_lack(self, seconds: float, taken: float) -> None:
-        """Say once that sums cost too much."""
+        """Says once that sums cost too much."""
         assert self._micro_batch_s is not None
         if not self._told:
             logger.info(
@@ -147,7 +147,7 @@ class PartialSums(InContext):
         part.marks[part.forwards] = copied({"layers": runtime.layers.capture(whole=True), "losses": losses})
 
     def send(self, buffer_id: int) -> None:
-        """Send the sums of the bound role's part, after the backward pass of micro-batch ``buffer_id``."""
+        """Sends the sums of the bound role's part, after the backward pass of micro-batch ``buffer_id``."""
         runtime, count = self.binding.current, buffer_id + 1
         part = runtime.share.part
         mark = part.marks.pop(count, None)
@@ -188,7 +188,7 @@ class PartialSums(InContext):
     # -- keeping ----------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Take what has arrived of the operation under way; also after the epoch has ended, before the next one."""
+        """Takes what has arrived of the operation under way; also after the epoch has ended, before the next one."""
         for stream, role, channel in self.epoch.channels:
             if stream is not Stream.SUMS or channel.destination != self.epoch.member:
                 continue
@@ -212,7 +212,7 @@ class PartialSums(InContext):
     # -- going on ---------------------------------------------------------------------------------------------
 
     def move(self, runtime: StageRuntime, part: Part, to: PartProgress) -> None:
-        """Make ``part`` of ``runtime`` as it was, or would be, at ``to``. Attributes of what is bound are up to date.
+        """Makes ``part`` of ``runtime`` as it was, or would be, at ``to``. Attributes of what is bound are up to date.
 
         Raises:
             ProtocolError: there are no sums for that.
@@ -260,7 +260,7 @@ class PartialSums(InContext):
             runtime.attributes.update(total_loss=total, total_additional_losses=more)
 
     def follow(self, replica: StageRuntime) -> None:
-        """Have a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
+        """Has a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
         channels = self.epoch.channels.of(Stream.SUMS, replica.role)
         if not any(channel.ready() for channel in channels if channel.destination == self.epoch.member):
             return

@@ -57,7 +57,7 @@ class Loader(InContext):
         return SchedulerPosition.of(local) if local.pristine is not None else None
 
     def load(self, folder: str, tag: str | None, position: SchedulerPosition | None, *args: Any, **kwargs: Any) -> Any:
-        """Load all roles of all members; returns what DeepSpeed does.
+        """Loads all roles of all members; returns what DeepSpeed does.
 
         Args:
             folder, tag, args, kwargs: as DeepSpeed's.

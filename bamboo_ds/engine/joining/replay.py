@@ -169,11 +169,11 @@ class Replay(InContext):
         return None
 
     def _ask(self) -> int:
-        """Learn what the job has done since; returns how many operations."""
+        """Learns what the job has done since; returns how many operations."""
         return self.history.extend(self._told(History.key(len(self.history)), self.progress.script.sources))
 
     def _be_admitted(self) -> None:
-        """Enter the first epoch whose plan lists this member."""
+        """Enters the first epoch whose plan lists this member."""
         self.report_layout()
         self.takeover.recover_between("while joining")
         self.progress.operation.recovery = None
@@ -209,7 +209,7 @@ class Replay(InContext):
         return load(data["tag"])
 
     def _load_saved(self, load: Callable[[str], Any], number: int) -> Any:
-        """Load the checkpoint of operation ``number``; ``None``: it is not there any more."""
+        """Loads the checkpoint of operation ``number``; ``None``: it is not there any more."""
         save = self.history[number].data
         if save["save_id"] is not None:
             self.places.bring(save["folder"], save["tag"], save["save_id"])
@@ -230,7 +230,7 @@ class Replay(InContext):
         return result
 
     def _load_own(self) -> Any:
-        """Load what the job goes on from; returns what DeepSpeed does."""
+        """Loads what the job goes on from; returns what DeepSpeed does."""
         # The script's scheduler has taken the steps that were replayed when the script was there.
         position = self.loader.local_position() if self.position else None
         with self.loader.own_checkpoint():

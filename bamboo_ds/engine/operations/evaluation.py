@@ -140,7 +140,7 @@ class Evaluation(InContext):
         self.commit()
 
     def _note_layers(self) -> None:
-        """Keep what the layers keep; what an attempt before this one has changed is undone."""
+        """Keeps what the layers keep; what an attempt before this one has changed is undone."""
         for role, layers in self._before.items():
             if role in self.binding.runtimes:
                 self.binding.runtimes[role].layers.restore(layers)

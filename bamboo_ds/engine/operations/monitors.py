@@ -44,7 +44,7 @@ class Monitors:
         return bool(self._master.enabled)
 
     def write_events(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
-        """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
+        """Writes (name, value, samples) each; nothing happens on members that do not speak for the job."""
         if not self._speaks():
             return
         with self._session.attachment.acting_for(0, ignore):
@@ -56,7 +56,7 @@ class Monitors:
             self._master.write_events(event_list)
 
     def _continue_tables(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
-        """Have DeepSpeed's CSV monitor write no head into tables that have one."""
+        """Has DeepSpeed's CSV monitor write no head into tables that have one."""
         tables = getattr(self._master, "csv_monitor", None)
         if tables is None:
             return
@@ -95,7 +95,7 @@ class JobTags(InContext):
         self.progress.operation.paused = 0.0
 
     def write(self) -> None:
-        """Hand the values to the monitors, which write them on the member that speaks for the job."""
+        """Hands the values to the monitors, which write them on the member that speaks for the job."""
         monitor = self.ds.monitor
         if not monitor.enabled:
             return

@@ -99,7 +99,7 @@ class ScriptCalls(InContext):
         self._compiled = compiled_in(local.module)
 
     def follow(self) -> None:
-        """Give to all roles what the script has set since it went on."""
+        """Gives to all roles what the script has set since it went on."""
         self.binding.refresh()
         local = self.binding.local
         self._note_count()
@@ -164,7 +164,7 @@ class ScriptCalls(InContext):
         self.copies.tell_replicas()
 
     def _follow_settings(self) -> bool:
-        """Give settings and attributes to all roles; whether attributes that members compare are among them."""
+        """Gives settings and attributes to all roles; whether attributes that members compare are among them."""
         local = self.binding.local
         changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
         self._parts = parts_in(changed.values)
@@ -190,7 +190,7 @@ class ScriptCalls(InContext):
         return bool(told)
 
     def _follow_weights(self) -> bool:
-        """Note whether the script has changed its stage, for the holders of the stage's replica.
+        """Notes whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
             UnsupportedError: it has put other parameters there, or gradients.
@@ -218,7 +218,7 @@ class ScriptCalls(InContext):
         return True
 
     def _tell_once(self, what: str) -> None:
-        """Tell what the script does to its stage that needs the process of each rank."""
+        """Tells what the script does to its stage that needs the process of each rank."""
         if not self._warned:
             self._warned = True
             logger.warning("%s", what)
@@ -233,7 +233,7 @@ class ScriptCalls(InContext):
         raise FatalLoss([(role.pipeline, role.stage) for role in roles], lost, checkpoint, part=part)
 
     def _note_count(self) -> None:
-        """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
+        """Notes by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not self.progress.script.behind:
             self.job.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
@@ -270,7 +270,7 @@ class ScriptCalls(InContext):
         return "replay" if self.progress.script.behind else "script"
 
     def recover(self) -> None:
-        """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""
+        """Recovers from a loss that has hit the script, and remembers for the next operation how it goes on."""
         self.follow()
         self._depth += 1
         try:

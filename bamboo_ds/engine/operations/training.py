@@ -207,7 +207,7 @@ class Training(InContext):
     # -- replicas that differ -----------------------------------------------------------------------------
 
     def _mend(self, mismatches: tuple[Role, ...]) -> list[Role]:
-        """Copy the state of ``mismatches`` again, but of those that differed before as well, which it returns.
+        """Copies the state of ``mismatches`` again, but of those that differed before as well, which it returns.
 
         A replica stays invalid if a loss prevents it.
         """
@@ -227,7 +227,7 @@ class Training(InContext):
         return lasting
 
     def _give_up(self, lasting: list[Role]) -> None:
-        """Tell of replicas of this member that have just been found to differ for ever.
+        """Tells of replicas of this member that have just been found to differ for ever.
 
         Raises:
             ReplicaDiffers: it is to end the job (``redundancy.on_mismatch``).

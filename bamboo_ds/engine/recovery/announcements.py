@@ -49,7 +49,7 @@ class Announcements(InContext):
             self.tell(written=False, trained=None)
 
     def tell(self, written: bool, trained: list[bool] | None) -> None:
-        """Tell the holders of the local role's replica; they may need it for a takeover.
+        """Tells the holders of the local role's replica; they may need it for a takeover.
 
         Nothing else is sent in this iteration before they have it.
 
@@ -77,7 +77,7 @@ class Announcements(InContext):
             self.tell(changed, trained)
 
     def listen(self) -> None:
-        """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
+        """Learns what lost owners had changed or frozen when this iteration began, if they could still say so."""
         if not self.epoch.begun:
             return
         for replica in self.binding.replicas():

@@ -62,7 +62,7 @@ class Copies(InContext):
         return self.iteration.constructions
 
     def copy_state(self, roles: Iterable[Role], anew: bool = False) -> None:
-        """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective.
+        """Copies the full state of ``roles`` from their owners to all that hold or build their replicas. Collective.
 
         Args:
             roles: to be copied.
@@ -95,7 +95,7 @@ class Copies(InContext):
         self.epoch.drain()
 
     def renew(self) -> None:
-        """Make every replica anew from what its owner has now, as after a loss. Collective, between two operations.
+        """Makes every replica anew from what its owner has now, as after a loss. Collective, between two operations.
 
         Raises:
             UnsupportedError: an owner has what cannot be sent.
@@ -109,7 +109,7 @@ class Copies(InContext):
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
 
     def follow_owner(self, role: Role, change: Callable[[StageRuntime], None]) -> None:
-        """Do to this member's copy of ``role``, if it has one, what the operation under way has done to its owner's."""
+        """Does to this member's copy of ``role``, if any, what the operation under way has done to its owner's."""
         if role in self.binding.runtimes:
             self.binding.runtimes[role].catch_up()
             change(self.binding.runtimes[role])
@@ -147,7 +147,7 @@ class Copies(InContext):
         return without_copies(plan, lacking)
 
     def begin(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Build the replicas of ``plan``, and find out which snapshots this member has to offer.
+        """Builds the replicas of ``plan``, and finds out which snapshots this member has to offer.
 
         A copy that was begun under an earlier plan goes on where the owner is the same. No operation has been committed
         without the builder, so it has kept all that the owner has done since it began, and any snapshot that the owner
@@ -195,7 +195,7 @@ class Copies(InContext):
         return self.epoch.session.fetch(owner, self.epoch.plan.place(owner), key, FETCH_TIMEOUT_S)
 
     def note_position(self, moment: Moment) -> None:
-        """Remember where this member's own scheduler stands."""
+        """Remembers where this member's own scheduler stands."""
         for construction in self.constructions.values():
             construction.positions[moment] = SchedulerPosition.of(self.binding.local)
 
@@ -312,7 +312,7 @@ class Copies(InContext):
         return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.verification.valid)
 
     def tell_replicas(self) -> None:
-        """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
+        """Tells the control plane which epoch this member has entered, what it holds, and what it may share."""
         # The check of the first steps is one of whole stages, and replicas are where they were when it began.
         owners = () if self.iteration.checks.on else self.binding.owned()
         known = {self.epoch.layout.rank(r.role): r for r in owners if r.stage.cuts is not None}
@@ -336,7 +336,7 @@ class Copies(InContext):
         self.job.channel.report_state(state)
 
     def close(self) -> None:
-        """End."""
+        """Ends."""
         for construction in list(self.constructions.values()):
             self._give_up(construction)
         self.snapshots.close()

@@ -58,7 +58,7 @@ class RecoveryProtocol(InContext):
     _told_away: bool = field(default=False, init=False)
 
     def run(self) -> Decision:
-        """Enter the newest epoch and agree with its other members on how to go on::
+        """Enters the newest epoch and agrees with its other members on how to go on::
 
             loss noticed --> plan --> channels --> roles --> reports <--> those of all members
                                                              |
@@ -108,7 +108,7 @@ class RecoveryProtocol(InContext):
         return decision
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch."""
+        """Attaches to ``plan``'s epoch."""
         self.epoch.enter(plan)
         self.iteration.replication.mismatches.begin()
 
@@ -129,7 +129,7 @@ class RecoveryProtocol(InContext):
         return decision
 
     def _tell_away(self, plan: Plan) -> None:
-        """Tell once that nobody does with a stage what only its own lost script would do."""
+        """Tells once that nobody does with a stage what only its own lost script would do."""
         away = without_process(plan)
         if away and self.epoch.leads and not self._told_away:
             self._told_away = True
@@ -156,12 +156,12 @@ class RecoveryProtocol(InContext):
         self.adopt(newest)
 
     def adopt(self, facts: JobFacts) -> None:
-        """Go by what the members of the job go by."""
+        """Goes by what the members of the job go by."""
         self.progress.seed, self.progress.checksums, self.saves.nonce = facts.seed, facts.checksums, facts.nonce
         self.iteration.checks.begin(facts.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
-        """Raise ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
+        """Raises ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
         begun = max(report.step for report in reports.values())
         lost = [member for member in self.agreed if member not in plan.members]
         if lost and not begun and any(report.script.open for report in reports.values()):
@@ -169,7 +169,7 @@ class RecoveryProtocol(InContext):
         self.agreed = plan.members
 
     def _prepare(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Bring what this member holds of the interrupted operation to where it goes on."""
+        """Brings what this member holds of the interrupted operation to where it goes on."""
         behind = self.epoch.member in decision.behind
         if behind:
             self.supply.drop()

@@ -37,7 +37,7 @@ class RoleTransfer(InContext):
                 share.partial_pass = share.partial_pass or (share.begun and runtime.results.reduced is None)
 
     def follow(self, plan: Plan) -> None:
-        """Make the runtimes those that ``plan`` gives to this member, from what it holds already.
+        """Makes the runtimes those that ``plan`` gives to this member, from what it holds already.
 
         Replicas whose owner was lost become owners; owners become replicas where the plan says so (what both hold
         is equal between iterations, and sums that are in progress are the owner's alone); what the plan does not

@@ -141,7 +141,7 @@ class StageBuilder(InContext):
             self.ds.timers = timers
 
     def move(self, runtime: StageRuntime, parked: bool) -> None:
-        """Move a runtime between host memory and the device; for its owner and for passes it has to be there.
+        """Moves a runtime between host memory and the device; for its owner and for passes it has to be there.
 
         It has begun no passes, or they are forgotten. What members have sent for its step stays where it is.
 
@@ -175,7 +175,7 @@ class StageBuilder(InContext):
             self.restore(runtime, state)
 
     def park(self, plan: Plan) -> None:
-        """Park the replicas that have computed nothing in this iteration, and under ``plan`` do not.
+        """Parks the replicas that have computed nothing in this iteration, and under ``plan`` do not.
 
         But for the local one, which is the script's own.
         """
@@ -185,7 +185,7 @@ class StageBuilder(InContext):
                 self.move(runtime, parked=True)
 
     def place(self, plan: Plan) -> None:
-        """Have replicas where they are to be under ``plan``: parked, or on the device; tell it where that changes.
+        """Has replicas where they are to be under ``plan``: parked, or on the device; tells it where that changes.
 
         Those that the device has no room for stay parked until the next plan.
         """
@@ -249,7 +249,7 @@ class StageBuilder(InContext):
         )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:
-        """Make ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
+        """Makes ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
         restore(runtime, state)
         if runtime is self.binding.current:
             self.binding.reload()
@@ -301,7 +301,7 @@ class StageBuilder(InContext):
         return runtime
 
     def _make_module(self, runtime: StageRuntime, state: Any) -> None:
-        """Give the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
+        """Gives the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
         ds, local = self.ds, self.binding.local
         module = build_stage_module(local.module, runtime.role.stage, runtime.device(ds.device))
         with left_alone(ds.device), self.groups.alone(INSTALLER):
@@ -321,7 +321,7 @@ class StageBuilder(InContext):
         module.train()
 
     def _make_optimizer(self, runtime: StageRuntime, state: Any) -> None:
-        """Give the bound ``runtime`` an optimizer and a scheduler over its module, made as those of ``state``."""
+        """Gives the bound ``runtime`` an optimizer and a scheduler over its module, made as those of ``state``."""
         ds, local, module = self.ds, self.binding.local, runtime.module
         ds.param_names = {p: n for n, p in module.named_parameters()}
         own, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
@@ -359,7 +359,7 @@ class StageBuilder(InContext):
 
 
 def relocate(module: nn.Module, device: torch.device) -> None:
-    """Move ``module`` to ``device``, with the marks and the hooks that a script has put on its parameters.
+    """Moves ``module`` to ``device``, with the marks and the hooks that a script has put on its parameters.
 
     Between host memory and most devices parameters stay the objects that they are; on others torch makes new ones.
     """

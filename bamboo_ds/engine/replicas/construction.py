@@ -112,7 +112,7 @@ class Construction:
         return self.runtime is not None or (found is not None and found.begins)
 
     def forget(self, moment: Moment) -> None:
-        """Drop what is kept and a snapshot of ``moment`` contains."""
+        """Drops what is kept and a snapshot of ``moment`` contains."""
         while self.kept and self.kept[0].moment <= moment:
             self.kept.popleft()
 
@@ -157,14 +157,14 @@ class Snapshots:
         return sorted(self._due.items())
 
     def offer(self, key: str, snapshot: OfferedState) -> None:
-        """Copy ``snapshot`` as it is now and offer it under ``key``."""
+        """Copies ``snapshot`` as it is now and offers it under ``key``."""
         text, tensors = split(vars(snapshot))
         self._offers.offer(key, text, [bare(t).to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]
 
     def close(self) -> None:
-        """Offer nothing any more."""
+        """Offers nothing any more."""
         self._offers.close()
 
 

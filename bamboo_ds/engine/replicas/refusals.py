@@ -22,7 +22,7 @@ Hooks: TypeAlias = "Counter[tuple[str, str, str]]"
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers with sparse gradients.
+    """Refuses layers with sparse gradients.
 
     Raises:
         UnsupportedError: names the layers.
@@ -39,7 +39,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def check_gradients(module: nn.Module) -> None:
-    """Refuse sparse gradients that no layer has announced.
+    """Refuses sparse gradients that no layer has announced.
 
     Raises:
         UnsupportedError: names the parameters.
@@ -93,7 +93,7 @@ def refuse_compiled(found: Collection[str]) -> None:
 
 
 def check_hooks(module: Any) -> None:
-    """Refuse hooks and compiled layers that another copy of this stage, built from the same layers, would not have.
+    """Refuses hooks and compiled layers that another copy of this stage, built from the same layers, would not have.
 
     Args:
         module: a ``PipelineModule`` to which only the script has done anything so far.
@@ -131,7 +131,7 @@ _IN_CPP = {
 
 
 def check_optimizer(optimizer: Any, copied: bool) -> None:
-    """Refuse an optimizer with state that no other copy of the stage can have.
+    """Refuses an optimizer with state that no other copy of the stage can have.
 
     Args:
         optimizer: the script's or DeepSpeed's.
@@ -176,7 +176,7 @@ def _in_cpp(kind: str) -> UnsupportedError:
 
 
 def check_step(optimizer: Any) -> None:
-    """Refuse a ``step`` that the script has put into its optimizer.
+    """Refuses a ``step`` that the script has put into its optimizer.
 
     Raises:
         UnsupportedError: names the optimizer.
@@ -202,7 +202,7 @@ def optimizer_hooks(optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_hooks(optimizer: Any) -> None:
-    """Refuse hooks that would change another stage's optimizer or parameters than those they are passed.
+    """Refuses hooks that would change another stage's optimizer or parameters than those they are passed.
 
     Raises:
         UnsupportedError: names the hook and what it uses.

@@ -166,7 +166,7 @@ def structure_of(module: nn.Module) -> dict[str, str]:
 
 
 def check_structure(module: nn.Module, state: Tree) -> None:
-    """Compare ``module``, a copy of a stage, with its owner's, whose ``state`` is what :func:`capture` gave.
+    """Compares ``module``, a copy of a stage, with its owner's, whose ``state`` is what :func:`capture` gave.
 
     Raises:
         UnsupportedError: the script has changed the owner's after its layers were built.
@@ -221,7 +221,7 @@ def capture(runtime: StageRuntime) -> Tree:
 
 
 def restore(runtime: StageRuntime, state: Tree) -> None:
-    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
+    """Makes ``runtime`` equal to the state that :func:`capture` gave on its owner."""
     runtime.pending = None  # of the state before
     parameters = list(runtime.module.parameters())
     if len(parameters) != len(state["parameters"]):

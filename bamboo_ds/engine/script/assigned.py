@@ -192,7 +192,7 @@ def _plain(value: Any) -> bool:
 
 
 def _check(place: str, changed: Mapping[str, Any]) -> None:
-    """Refuse what copies of the stage cannot follow.
+    """Refuses what copies of the stage cannot follow.
 
     Raises:
         UnsupportedError: names the attribute and what to do.
@@ -222,7 +222,7 @@ def described(values: Values) -> dict[str, str]:
 
 
 def give_attributes(values: Values, source: Any, runtime: StageRuntime) -> None:
-    """Assign the same to ``runtime``, another role's, but for the scheduler; ``source``: the script's module."""
+    """Assigns the same to ``runtime``, another role's, but for the scheduler; ``source``: the script's module."""
     own = runtime.attributes
     if values.get(_MODULE):
         give_to_module(values[_MODULE], source, own["module"])
@@ -238,7 +238,7 @@ def give_attributes(values: Values, source: Any, runtime: StageRuntime) -> None:
 
 
 def give_to_module(values: Mapping[str, Any], mine: Any, other: Any) -> None:
-    """Assign to ``other``, another stage's ``PipelineModule``, what the script has assigned to ``mine``."""
+    """Assigns to ``other``, another stage's ``PipelineModule``, what the script has assigned to ``mine``."""
     theirs = _parts_of(other)
     copies: dict[int, Any] = {id(mine): other}
     copies.update({id(part): theirs[name] for name, part in _parts_of(mine).items() if name in theirs})

@@ -141,7 +141,7 @@ class Adjusted:
         return any((self.counters, *self.groups, self.values, self.state is not None))
 
     def give(self, runtime: StageRuntime) -> None:
-        """Set the same on ``runtime``.
+        """Sets the same on ``runtime``.
 
         Raises:
             UnsupportedError: the groups were set to different values, and ``runtime`` has another number of them.
@@ -221,7 +221,7 @@ class Weights:
         return [name for path, name in found if path.partition(".")[0] not in new]
 
     def check_parameters(self) -> None:
-        """Refuse parameters in the place of those that the optimizer has.
+        """Refuses parameters in the place of those that the optimizer has.
 
         Raises:
             UnsupportedError: names them.
@@ -237,7 +237,7 @@ class Weights:
             )
 
     def check_gradients(self) -> None:
-        """Refuse what the script has added to gradients since, which other copies of the stage lack.
+        """Refuses what the script has added to gradients since, which other copies of the stage lack.
 
         Raises:
             UnsupportedError: names the parameters.

@@ -149,7 +149,7 @@ def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
 
 
 def compare_flags(flags: Mapping[str, Mapping[str, str]], first: str) -> None:
-    """Compare what :func:`flags_here` gives on several members with that of the member ``first``.
+    """Compares what :func:`flags_here` gives on several members with that of the member ``first``.
 
     Raises:
         ConfigError: names each setting that differs, and the values.

@@ -175,7 +175,7 @@ class Replacements:
         self._compared: set[Any] = set()
 
     def check(self, engine: Any) -> None:
-        """Refuse what the script has replaced, on classes, in modules or on its ``engine``.
+        """Refuses what the script has replaced, on classes, in modules or on its ``engine``.
 
         Raises:
             UnsupportedError: names it, and the code in its place.
@@ -203,7 +203,7 @@ class Replacements:
         return any(is_foreign(place.now, place.own) for place in self._clipping)
 
     def _compare(self, engine: Any, replaced: list[tuple[str, Any]]) -> None:
-        """Compare the instructions of schedules for which the script has ``replaced`` something with DeepSpeed's."""
+        """Compares the instructions of schedules for which the script has ``replaced`` something with DeepSpeed's."""
         sizes = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         key = (*(id(value) for _, value in replaced), *sizes.values())
         if key in self._compared:

@@ -44,7 +44,7 @@ class Answers:
         self._done = 0
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         if operation != "allreduce":
             return  # all-gathers of parameters; the shards are exchanged after the step
         (tensor,), options = arguments
@@ -78,7 +78,7 @@ class Recorder:
         self.values: list[float] = []
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         self.values.append(float(arguments[0][0]))
 
 
@@ -107,7 +107,7 @@ class ClipAnswers:
         ]
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         (tensor,), options = arguments
         if (
             operation == "allreduce"
@@ -151,7 +151,7 @@ class Refusal:
         )
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         if len(ranks) > 1:
             raise UnsupportedError(f"{self.who} calls a collective, {operation} over ranks {list(ranks)}: {self.cure}")
         alone(COLLECTIVES[operation], arguments, 0, 1)

@@ -109,7 +109,7 @@ class PlainTensors:
         return found
 
     def put(self, given: Plain, whole: bool, began: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
-        """Take over what :func:`packed` gave of another copy of the stage.
+        """Takes over what :func:`packed` gave of another copy of the stage.
 
         Args:
             given: what has changed there, or all of it.

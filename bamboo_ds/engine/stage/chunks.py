@@ -185,7 +185,7 @@ class ChunkedStep:
         self._streams = found.streams
 
     def __call__(self) -> None:
-        """Take the step."""
+        """Takes the step."""
         self._slabs = _Slabs(self._streams)
         self._leaving.clear()  # of a step that has failed
         with ThreadPoolExecutor(_UNDER_WAY + 1, "bamboo-chunks") as self._threads:
@@ -287,7 +287,7 @@ class ChunkedStep:
         self._leaving.append((over, slab, (chunk, arrived, sources)))
 
     def _await(self, most: int) -> None:
-        """Wait until only ``most`` chunks are on their way to the host."""
+        """Waits until only ``most`` chunks are on their way to the host."""
         while len(self._leaving) > most:
             over, slab, (chunk, *_) = self._leaving.popleft()
             over.result()

@@ -89,7 +89,7 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
-    """Set the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
+    """Sets the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
     for group, settings in zip(optimizer.param_groups, given, strict=True):
         group.update({name: copy.deepcopy(value) for name, value in settings.items() if name != "params"})
         if "initial_lr" in group:
@@ -133,7 +133,7 @@ def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tr
 
 
 def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
-    """Give ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
+    """Gives ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
     own = vars(optimizer)
     for name, value in given.items():
         mine = own.get(name)
@@ -185,7 +185,7 @@ def without_strangers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-    """Refuse state that no copy of a stage can be sent.
+    """Refuses state that no copy of a stage can be sent.
 
     Args:
         optimizer: whose it is.
@@ -204,7 +204,7 @@ def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
-    """Load ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
+    """Loads ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
 
     torch gives all of them the type of their parameter, and moves them to its device. Text and arrays of NumPy are kept
     from it: it would make one of the generator of their parts.

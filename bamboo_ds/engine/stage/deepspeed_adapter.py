@@ -115,7 +115,7 @@ class DeepSpeedAdapter:
     # Handlers that compute are looked up in DeepSpeed's map: a script may have wrapped them there.
 
     def execute(self, instruction: PipeInstruction, channels: object) -> None:
-        """Execute an instruction over ``channels`` as the engine's ``HANDLERS`` have it."""
+        """Executes an instruction over ``channels`` as the engine's ``HANDLERS`` have it."""
         self.engine.HANDLERS[type(instruction)](self.engine, channels, **instruction.kwargs)
 
     def load_micro_batch(self, buffer_id: int) -> None:
@@ -179,7 +179,7 @@ class DeepSpeedAdapter:
         PipelineEngine._take_model_step(self.engine, lr_kwargs)
 
     def note_step(self, skipped: bool) -> None:
-        """Count a step that was done elsewhere, but for the learning-rate scheduler."""
+        """Counts a step that was done elsewhere, but for the learning-rate scheduler."""
         self.engine.global_steps += 1
         self.engine.global_samples += self.train_batch_size()
         if skipped:
@@ -189,11 +189,11 @@ class DeepSpeedAdapter:
     # -- stages -------------------------------------------------------------------------------------------
 
     def put_module(self, module: Any) -> None:
-        """Make ``module`` the one of the bound role."""
+        """Makes ``module`` the one of the bound role."""
         self.engine.__dict__["module"] = self.engine._modules["module"] = module
 
     def cast_module(self) -> None:
-        """Give the module the precision that DeepSpeed has given to the engine's own."""
+        """Gives the module the precision that DeepSpeed has given to the engine's own."""
         compat.cast_module(self.engine)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, like: Any) -> Any:
@@ -205,12 +205,12 @@ class DeepSpeedAdapter:
         return self.engine._scheduler_from_config(self.optimizer)
 
     def make_forward_hooks(self) -> None:
-        """Make the hooks that DeepSpeed runs around a forward pass, for the bound role."""
+        """Makes the hooks that DeepSpeed runs around a forward pass, for the bound role."""
         self.engine.module_forward_pre_hook = self.engine._create_module_forward_pre_hook()
         self.engine.module_forward_post_hook = self.engine._create_module_forward_post_hook()
 
     def send_whole(self) -> None:
-        """Send boundary tensors whole: each of a role's holders must be able to go on from them alone.
+        """Sends boundary tensors whole: each of a role's holders must be able to go on from them alone.
 
         DeepSpeed's ``pipe_partitioned`` and ``grad_partitioned`` send every slice a part of a tensor that all slices
         have whole, before and after. So without them nothing is computed differently.
@@ -220,7 +220,7 @@ class DeepSpeedAdapter:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save_files(self, folder: str, tag: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
-        """Give the files of the bound role to the checkpoint engine."""
+        """Gives the files of the bound role to the checkpoint engine."""
         self.engine._save_checkpoint(folder, tag, client_state, exclude_frozen)
         if self.engine.save_zero_checkpoint:
             self.engine._save_zero_checkpoint(folder, tag)

@@ -22,7 +22,7 @@ _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_sched
 
 
 def fit(scheduler: Any, own: int, others: int) -> None:
-    """Give ``scheduler``, made for ``own`` groups, a rate and a function for each of ``others``.
+    """Gives ``scheduler``, made for ``own`` groups, a rate and a function for each of ``others``.
 
     Rates are those that its optimizer's groups have; torch's schedulers keep them also where they drive others in turn.
 
@@ -51,7 +51,7 @@ def functions_of(scheduler: Any, groups: int) -> Tree:
 
 
 def compare_functions(scheduler: Any, groups: int, theirs: Tree) -> None:
-    """Compare the functions of a replica's ``scheduler`` with its owner's.
+    """Compares the functions of a replica's ``scheduler`` with its owner's.
 
     Raises:
         UnsupportedError: they are others.

@@ -125,7 +125,7 @@ class Layers:
         self._built.update({n: checksum(buffer) for n, buffer in self.buffers().items() if n not in self._built})
 
     def check(self) -> None:
-        """Refuse what layers have made in a pass and other copies of the stage lack until they do that pass.
+        """Refuses what layers have made in a pass and other copies of the stage lack until they do that pass.
 
         Raises:
             UnsupportedError: names it.
@@ -203,7 +203,7 @@ class Layers:
         }
 
     def set_numbers(self, given: Numbers) -> None:
-        """Set ``given`` numbers; all others as every copy of the stage began."""
+        """Sets ``given`` numbers; all others as every copy of the stage began."""
         now = self.numbers()
         for path, attributes in self._attributes.items():
             began = self.began.get(path, {})
@@ -213,7 +213,7 @@ class Layers:
             attributes.update(given.get(path, {}))
 
     def set_tensors(self, given: Tree, whole: bool) -> None:
-        """Set tensors in attributes to what another copy of the stage has, all of it or what has changed there."""
+        """Sets tensors in attributes to what another copy of the stage has, all of it or what has changed there."""
         like = next(self._module.parameters(), None)
         device = torch.device("cpu") if like is None else like.device
         self.tensors.put(given, whole, self.began, device)
@@ -243,7 +243,7 @@ class Layers:
         }
 
     def _tell_objects(self) -> None:
-        """Tell, once each, what was a number or ``None`` and has become what no copy of the stage gets."""
+        """Tells, once each, what was a number or ``None`` and has become what no copy of the stage gets."""
         for path, began in self.began.items():
             attributes = self._attributes.get(path, {})
             for name in began:
@@ -277,7 +277,7 @@ class Layers:
         return copied(self.capture(whole=True))
 
     def restore(self, given: Tree) -> None:
-        """Take over what :meth:`capture` gave of another copy of the stage."""
+        """Takes over what :meth:`capture` gave of another copy of the stage."""
         set_buffers(self._module, given["buffers"])
         self.set_numbers(given["numbers"])
         self.set_tensors(given["tensors"], given["whole"])
@@ -329,7 +329,7 @@ def copied(tree: Tree) -> Tree:
 
 
 def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-    """Give ``module`` the values of another one's buffers.
+    """Gives ``module`` the values of another one's buffers.
 
     Layers may make buffers when they first need them, or others (a larger cache of rotary embeddings): what is not here
     or has another shape or type is made.

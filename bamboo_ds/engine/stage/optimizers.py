@@ -130,7 +130,7 @@ class StageOptimizer(ABC):
         return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
-        """Go on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
+        """Goes on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = laid_out(total, parameter)
 
@@ -182,7 +182,7 @@ class StageOptimizer(ABC):
         return reduced
 
     def apply(self, kept: Tensors) -> None:
-        """Put in place what :meth:`keep` gave."""
+        """Puts in place what :meth:`keep` gave."""
         for parameter, gradient in zip(self._runtime.trainable(), kept, strict=True):
             parameter.grad = gradient.reshape(parameter.shape)
 
@@ -195,7 +195,7 @@ class StageOptimizer(ABC):
         return nullcontext()
 
     def clear(self) -> None:
-        """Forget all sums."""
+        """Forgets all sums."""
         for parameter in self._runtime.module.parameters():
             parameter.grad = None
 
@@ -233,7 +233,7 @@ class StageOptimizer(ABC):
         return {"inner": inner, "attributes": kept_by(self.inner), "masters": masters, "scaler": self._scaler()}
 
     def restore(self, state: Tree) -> None:
-        """Take over what :meth:`capture` gave elsewhere."""
+        """Takes over what :meth:`capture` gave elsewhere."""
         with without_state_hooks(self.inner):
             load_optimizer(self.inner, state["inner"])
         put_kept(self.inner, state["attributes"])
@@ -257,7 +257,7 @@ class StageOptimizer(ABC):
         return {}
 
     def _restore_scaler(self, numbers: dict[str, Any]) -> None:
-        """Take over what :meth:`_scaler` gave elsewhere."""
+        """Takes over what :meth:`_scaler` gave elsewhere."""
         assert not numbers
 
     # -- shards -------------------------------------------------------------------------------------------
@@ -267,11 +267,11 @@ class StageOptimizer(ABC):
         return []
 
     def fill(self, part: int, shard: Tensors) -> None:
-        """Take over :meth:`shard` of the role in copy ``part`` of the model."""
+        """Takes over :meth:`shard` of the role in copy ``part`` of the model."""
         raise ProtocolError("this optimizer is not partitioned")
 
     def gather(self) -> None:
-        """Take over the shards of all roles of the stage from their owners. Collective: each owns one of them."""
+        """Takes over the shards of all roles of the stage from their owners. Collective: each owns one of them."""
         raise ProtocolError("this optimizer is not partitioned")
 
 
@@ -318,7 +318,7 @@ class PlainOptimizer(StageOptimizer):
         return False
 
     def measure(self, reduced: Tensors) -> Measured:
-        """Sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
+        """The sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
 
         DeepSpeed counts a parameter on the first rank of the model-parallel group (which in a pipeline is its first
         stage) or where the parameter is marked as model-parallel.
@@ -350,7 +350,7 @@ class HalfOptimizer(StageOptimizer):
 
     @abstractmethod
     def _norms(self, gradients: list[Tensors]) -> None:
-        """Compute the norms that the step will."""
+        """Computes the norms that the step will."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
         return self.wrapper.fp16_groups
@@ -367,7 +367,7 @@ class HalfOptimizer(StageOptimizer):
 
 
 def check_freezing(optimizer: StageOptimizer) -> None:
-    """Refuse what a script freezes, or makes trainable, after its engine was built, where copies cannot follow.
+    """Refuses what a script freezes, or makes trainable, after its engine was built, where copies cannot follow.
 
     Raises:
         UnsupportedError: the optimizer is DeepSpeed's for fp16 without ZeRO.

@@ -119,7 +119,7 @@ class Pristine:
         return scheduler
 
     def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> None:
-        """Make ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
+        """Makes ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
         original = next((each for known, each in self._made if known() is scheduler), self._original)
         known = {**self._shared, **original.driving(optimizer, wrapper), id(original.scheduler): scheduler}
         attributes = copy.deepcopy(vars(original.scheduler), known)
@@ -162,7 +162,7 @@ def settings_of(optimizer: torch.optim.Optimizer | None, nested: bool = False) -
 
 
 def put_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Set what :func:`settings_of` gave of another group; tensors stay the ones that they are."""
+    """Sets what :func:`settings_of` gave of another group; tensors stay the ones that they are."""
     for name, value in settings.items():
         own = group.get(name)
         if torch.is_tensor(own) and isinstance(value, Scalar):
@@ -236,7 +236,7 @@ class SchedulerPosition:
             self.restore(runtime)
 
     def restore(self, runtime: Scheduled) -> None:
-        """Restore this position into ``runtime``, whose optimizer has as many groups."""
+        """Restores this position into ``runtime``, whose optimizer has as many groups."""
         optimizer = runtime.attributes["basic_optimizer"]
         load_scheduler(runtime, self.state)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
@@ -253,7 +253,7 @@ def capture_scheduler(runtime: Scheduled) -> Tree:
 
 
 def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
-    """Give the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
+    """Gives the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
 
     Raises:
         UnsupportedError: it is another one.
@@ -275,7 +275,7 @@ def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
 
 
 def load_scheduler(runtime: Scheduled, state: Any) -> None:
-    """Give the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
+    """Gives the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
     if scheduler is None:
         return
@@ -291,7 +291,7 @@ def load_scheduler(runtime: Scheduled, state: Any) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Log what a scheduler prints while a state is loaded into it: the script has not asked for that.
+    """Logs what a scheduler prints while a state is loaded into it: the script has not asked for that.
 
     After an error it is printed, since it may explain the error.
     """

@@ -66,7 +66,7 @@ def loading_alone(module: Any, checkpoint: dict[str, Any], folder: str, checkpoi
 
 
 def _load_tied_weights(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Load tied weights that ``module`` has no file of, from the file of the stage that has.
+    """Loads tied weights that ``module`` has no file of, from the file of the stage that has.
 
     DeepSpeed writes no file for a tied layer with a ``forward_fn``. Where it loads, its stages broadcast the weights;
     here every role is loaded for itself, after its own files.

@@ -70,7 +70,7 @@ class Part:
         return count
 
     def use_given(self, until: int) -> None:
-        """Use what is here of gradients up to micro-batch ``until``; what comes from there on is sent again.
+        """Uses what is here of gradients up to micro-batch ``until``; what comes from there on is sent again.
 
         Raises:
             ProtocolError: one is missing.
@@ -81,7 +81,7 @@ class Part:
             raise ProtocolError(f"gradients of micro-batches {missing} are gone, and no part holds them any more")
 
     def forget(self, to: PartProgress) -> None:
-        """Drop what is of passes that do not count at ``to``, or are over."""
+        """Drops what is of passes that do not count at ``to``, or are over."""
         flying = range(to.backwards, to.forwards)
         for values in self.buffers.values():
             for m in range(len(values)):
@@ -166,7 +166,7 @@ class Share:
         return self.part
 
     def divide(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Compute these blocks. Parts that are there stay as they are; gradients of others must not be in the sums."""
+        """Computes these blocks. Parts that are there stay as they are; gradients of others must not be in the sums."""
         buffers, known = self.parts[0].buffers, dict(zip(self.ranges, self.parts, strict=True))
         self.parts = [
             known.get(each) or Part(*each, {name: [None] * len(buffers[name]) for name in buffers}) for each in ranges
