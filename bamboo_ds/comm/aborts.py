@@ -24,7 +24,7 @@ _CALL_S = 0.5
 
 
 class Guard:
-    """What calls of one communicator and its abort go by.
+    """Keeps calls of one communicator and its abort apart.
 
     Args:
         check: raises ``EpochChanged`` once the epoch has ended, which is noted before an abort begins.
@@ -75,7 +75,7 @@ class Guarded:
         return call
 
     def abort(self) -> None:
-        """Aborts a group; blocks, and nobody knows for how long."""
+        """Aborts a group; blocks for an unknown time."""
         self._guard.await_calls()
         self._target.abort()
 
@@ -94,7 +94,7 @@ class Aborts:
         self._all[_started(what, call)] = what
 
     def leave_alone(self, what: str, call: Callable[[], None]) -> None:
-        """As :meth:`begin`, for what nobody needs the end of."""
+        """Does as :meth:`begin` where the end is not waited for."""
         _started(what, call)
 
     def join(self) -> None:

@@ -21,7 +21,7 @@ class Channel:
     """One directed stream of messages, as this member sees it in one epoch.
 
     Sends are asynchronous; everything that arrives is read at once. Every blocking call raises ``EpochChanged`` when
-    the epoch ends, or the member on whom it waits has left it, and ``PeerLost`` when that one is gone. The methods are
+    the epoch ends, or the member that it waits for has left it, and ``PeerLost`` when that one is gone. The methods are
     for one thread at a time, the main thread.
 
     Args:
@@ -62,7 +62,7 @@ class Channel:
         and the same holds for them. (Other tensors, and payloads of mailboxes, are copied.)
 
         Returns:
-            What can be sent again, and takes no memory of a device unless this member is the receiver.
+            A payload to be sent again, which takes no memory of a device unless this member is the receiver.
 
         Raises:
             EpochChanged, PeerLost: see the class.
@@ -84,14 +84,14 @@ class Channel:
         return payload
 
     def leaving(self) -> int:
-        """How many messages of a channel that yields are not out yet: their memory is in use."""
+        """The number of messages of a channel that yields which are not out yet: their memory is in use."""
         while self._leaving and self._leaving[0].written:
             self._leaving.popleft()
         return len(self._leaving)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second that a large message to the receiver has taken last; ``None``: there was none."""
+        """Bytes per second that a large message to the receiver has taken last; ``None`` before the first."""
         return self._links.rate(self.destination)
 
     # -- receiving ---------------------------------------------------------------------------------------
@@ -120,7 +120,7 @@ class Channel:
         return message.payload(self._device, parked)
 
     def take(self, parked: bool = False) -> list[tuple[int, Payload]]:
-        """What has arrived, each with its number; also after an abort of the epoch, until it is concluded.
+        """Messages that have arrived, each with its number; also after an abort of the epoch, until it is concluded.
 
         What the device has no room for stays in host memory.
 

@@ -37,7 +37,7 @@ _TIMED = 1 << 20
 
 
 class Traffic(Protocol):
-    """What connections of one purpose are for. Called by whichever thread attends to the connection.
+    """The use of connections of one purpose. Called by whichever thread attends to the connection.
 
     Attributes:
         purpose: names it in handshakes.
@@ -52,7 +52,7 @@ class Traffic(Protocol):
         """A frame has arrived, with its key and what it carries."""
 
     def closed(self, connection: Connection, reason: str | None) -> None:
-        """It has ended, and is none of the hub's any more; ``reason``: none if that is as it should be."""
+        """It has ended, and is none of the hub's any more; ``reason``: none of an orderly end."""
 
 
 @dataclass(eq=False)
@@ -110,7 +110,7 @@ class Connection:
         sent: frames given to :meth:`send`.
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
         sharing: what carries the data of segments.
-        rate: bytes per second at which the last frame of some size went out; ``None``: there was none.
+        rate: bytes per second at which the last frame of some size went out; ``None`` before the first.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Connection:
 
     @property
     def interest(self) -> int:
-        """What the loop is to look for, as ``select.epoll`` has it."""
+        """The events that the loop is to look for, as ``select.epoll`` has them."""
         return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
 
     @property
@@ -196,7 +196,7 @@ class Connection:
         return number
 
     def flush(self) -> bool:
-        """Goes on sending, once it is open; whether that has ended any frame."""
+        """Goes on sending, once it is open; returns whether that has ended any frame."""
         with self._sending:
             before = len(self._left)
             if self.open:
@@ -230,7 +230,7 @@ class Connection:
                 blocked = True
                 break
             except OSError as error:
-                # The connection is over. Whoever reads finds that too, after what the other end has said at last.
+                # The connection is over. The reading thread finds that too, after what the other end has said at last.
                 logger.info("writing to %s failed: %s", self.member, error)
                 self._failure = self._failure or error.with_traceback(None)  # whose frames keep what was sent
                 sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
@@ -249,7 +249,7 @@ class Connection:
         self._begun = self._interrupted = None
 
     def _prepare_some(self) -> bool:
-        """Has enough ready for one call of the kernel; whether there is anything."""
+        """Prepares enough for one call of the kernel; returns whether there is anything."""
         carried = False  # a segment that the other end can take as soon as it has the mark
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             self._begin_next()
@@ -287,7 +287,7 @@ class Connection:
         self._prepare(frame.head)
 
     def _go_on(self) -> None:
-        """With the frame that was interrupted, if there is one; what has passed it counts for no rate."""
+        """Goes on with the frame that was interrupted, if there is one; what has passed it counts for no rate."""
         self._begun, self._interrupted = self._interrupted, None
         if self._begun is not None and self._timed is not None and self._timed[0] == self._begun.number:
             number, size, since = self._timed
@@ -332,7 +332,7 @@ class Connection:
         Raises:
             Ended: the connection has.
             Exception: the other end does not keep to the form of frames, or a signal handler of the script has raised
-                this. Then nobody knows any more which bytes come next.
+                this. Then it is not known which bytes come next.
         """
         self._budget = _READ_AT_MOST
         while True:
@@ -341,7 +341,7 @@ class Connection:
                     self._take_from_buffer()
                     continue
                 if self._budget <= 0:
-                    return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
+                    return  # the rest is in the kernel, which tells of it; of what is in the buffer it would not tell
                 direct = len(self._target) if len(self._target) >= _BUFFER else 0
                 try:
                     if direct:  # and what comes after it: a mark, or the head of a frame
@@ -419,7 +419,7 @@ class Connection:
                 sockets.shut(self.socket)
 
     def end(self) -> None:
-        """Closes it. Hold :attr:`reading`, or know that nobody reads."""
+        """Closes the connection. Hold :attr:`reading`, or know that no thread reads."""
         with self._sending:
             self.ended = True
             self.socket.close()

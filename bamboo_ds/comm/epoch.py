@@ -41,7 +41,7 @@ class Epoch:
         number: the plan's.
         life: whether it goes on, and its end.
         links: this member's messages to the others and theirs.
-        agreement: what all members do together.
+        agreement: collectives of all members.
         receives: those posted on ``links``.
         groups: torch's groups that run its collectives.
     """
@@ -74,7 +74,7 @@ class Epoch:
         self._meetings: Counter[str] = Counter()
 
     def enter(self) -> None:
-        """Takes part in it; waits for nobody."""
+        """Takes part in the epoch; waits for no member."""
         self.links.enter()
         self.agreement.enter()
 
@@ -119,13 +119,13 @@ class Epoch:
         self.links.flush()
 
     def meet(self, operation: str, group: str, members: Sequence[str], timeout: timedelta) -> None:
-        """Waits until ``members`` have met, see :class:`.agreement.Agreement`. Those of a ``group`` meet in order."""
+        """Waits until ``members`` have met, see :class:`.agreement.Agreement`; in a ``group`` all meet in one order."""
         self._meetings[group] += 1
         key = f"meeting/{group}/{self._meetings[group]}".encode()
         self.agreement.meet(operation, key, members, timeout, flat=True)
 
     def _explain(self, host: str | None, port: int | None) -> EpochChanged | None:
-        """Why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
+        """The reason why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
 
         Returns:
             ``PeerLost``, or ``EpochChanged`` if the member only left the epoch; ``None`` if nothing is known.

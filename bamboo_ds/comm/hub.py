@@ -155,7 +155,7 @@ class Hub:
         return several[0] if several else None
 
     def _all_to(self, member: str) -> list[Connection]:
-        """Those that what ``member`` sends may come by."""
+        """The connections that frames of ``member`` may come by."""
         return list(self._connections.get((self.purpose, member), ()))
 
     def reach(self, member: str, place: str) -> Connection:
@@ -188,7 +188,7 @@ class Hub:
         return connection
 
     def _introduce(self, connection: Connection, token: str, at_once: int) -> None:
-        """The other end may be there, unless an error has shown at once: begin to prove ourselves."""
+        """Begins to prove ourselves to the other end, which may be there, unless an error has shown at once."""
         if connection.ended:
             return  # it has been dropped meanwhile
         self._calls.pop(connection, None)
@@ -254,7 +254,7 @@ class Hub:
         """A connection is ready, on the loop's thread."""
         if events & select.EPOLLOUT:
             self._flush(connection)
-        if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else somebody reads it
+        if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else another thread reads it
             try:
                 self._read(connection)
             finally:
@@ -288,7 +288,7 @@ class Hub:
             connection.read()
         except Ended as error:
             self._close(connection, f"connection ended: {error or type(error).__name__}")
-        except BaseException as error:  # a broken peer: whoever waits for it must not wait for ever
+        except BaseException as error:  # a broken peer: threads that wait for it must not do so for ever
             self._close(connection, f"connection ended: {type(error).__name__}: {error}")
             if threading.current_thread() is threading.main_thread() and not isinstance(error, ProtocolError):
                 raise
@@ -299,7 +299,7 @@ class Hub:
             self._close(connection, reason)
 
     def _close(self, connection: Connection, reason: str | None) -> None:
-        """Ends a connection, whose reader the caller is; ``reason``: none if that is as it should be."""
+        """Ends a connection, whose reader the caller is; ``reason``: none of an orderly end."""
         if connection.ended:
             return
         with self._watching:
@@ -315,7 +315,7 @@ class Hub:
 
     # -- messages ----------------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
-        """Whoever waits for this member in an epoch that it has left must know."""
+        """Tells the member, which may wait in an epoch that this one has left."""
         connection.send(self.ended, wire.control(wire.LEFT, epoch=self.ended))
 
     def closed(self, connection: Connection, reason: str | None) -> None:

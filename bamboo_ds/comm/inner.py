@@ -30,7 +30,7 @@ def use_for_cuda(kind: str) -> None:
 
 
 def kind_for(device: torch.device) -> str:
-    """Which kind of inner group serves tensors on ``device``.
+    """The kind of inner group that serves tensors on ``device``.
 
     That of devices for which DeepSpeed communicates by NCCL is NCCL, unless :func:`use_for_cuda` says otherwise. All
     others are served by gloo, those of devices through host memory.

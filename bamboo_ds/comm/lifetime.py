@@ -1,4 +1,4 @@
-"""The lifetime of one epoch: whether it goes on, who is blocked in it, how it is aborted, what its failures mean.
+"""The lifetime of one epoch: its end, the callers that are blocked in it, and the meaning of its failures.
 
 Translating what torch raises into the errors that callers handle is done here and nowhere else.
 """
@@ -64,17 +64,17 @@ class Lifetime:
         self._blocked = 0
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._accused: set[str | None] = set()
-        self._over = threading.Event()  # whoever has aborted it is through with that
+        self._over = threading.Event()  # the thread that has aborted it is through with that
 
     # -- state -------------------------------------------------------------------------------------------
     @property
     def aborted(self) -> str | None:
-        """Why the epoch was aborted, or ``None``."""
+        """The reason why the epoch was aborted, or ``None``."""
         return self._aborted
 
     @property
     def blocked(self) -> int:
-        """How many callers are in an operation that may block."""
+        """The number of callers in an operation that may block."""
         return self._blocked
 
     def ended(self, operation: str) -> EpochChanged:
@@ -94,7 +94,7 @@ class Lifetime:
 
         Args:
             operation: for messages.
-            peer: the member on whom alone it depends, if there is one.
+            peer: the only member that it depends on, if there is one.
         """
         return _Calling(self, operation, peer)
 
@@ -105,14 +105,14 @@ class Lifetime:
             self._blocked += 1
 
     def leave(self) -> None:
-        """Takes the caller back."""
+        """Counts the caller no more."""
         with self._lock:
             self._blocked -= 1
             if self._aborted is not None:
                 self._quiet.notify_all()
 
     def quiet(self, timeout: float) -> bool:
-        """Waits up to ``timeout`` seconds until no caller is blocked; whether none is."""
+        """Waits up to ``timeout`` seconds until no caller is blocked; returns whether none is."""
         with self._lock:
             return self._quiet.wait_for(lambda: self._blocked == 0, timeout)
 
@@ -121,7 +121,7 @@ class Lifetime:
         """Calls ``callback`` when the epoch is aborted (at once if it is), after those before. It must not block.
 
         Returns:
-            What takes the order back.
+            A function that takes the order back.
         """
         order = object()
         with self._lock:

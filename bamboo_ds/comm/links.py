@@ -44,7 +44,7 @@ class Ticket(NamedTuple):
 
 
 class Links:
-    """What this member has of the others in one epoch.
+    """This member's messages to and from the others in one epoch.
 
     Args:
         life: the epoch's.
@@ -87,7 +87,7 @@ class Links:
         }
 
     def enter(self) -> None:
-        """Has what arrives for this epoch from now on."""
+        """Takes what arrives for this epoch from now on."""
         self._hub.enter(self, self._members)
 
     # -- messages ----------------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class Links:
         return Ticket(connection, connection.send(self.number, frame, copy, yields))
 
     def _check(self, member: str) -> None:
-        """Raises why nothing more will come from ``member``, if so."""
+        """Raises the error that nothing more will come from ``member``, if so."""
         failure = self._failures.get(member)
         if failure is not None:
             raise _again(failure)
@@ -192,11 +192,11 @@ class Links:
         self._hub.notify_at(mark)
 
     def failure(self, member: str) -> EpochChanged | None:
-        """Why nothing more will come from ``member``, or ``None``."""
+        """The reason why nothing more will come from ``member``, or ``None``."""
         return self._failures.get(member)
 
     def await_failure(self, members: Iterable[str], timeout: float) -> EpochChanged | None:
-        """Why the first of ``members`` that has failed is gone; waits up to ``timeout`` seconds."""
+        """The reason why the first failed one of ``members`` is gone; waits up to ``timeout`` seconds."""
         asked = tuple(members)
 
         def first() -> EpochChanged | None:
@@ -213,7 +213,7 @@ class Links:
 
         Args:
             operation: for messages.
-            members: on whom it depends.
+            members: that it depends on.
             timeout: how long.
 
         Returns:
@@ -271,7 +271,7 @@ class Links:
         """Waits until every member has read everything that was sent to it.
 
         Raises:
-            EpochChanged, PeerLost: somebody has not, and never will.
+            EpochChanged, PeerLost: a member has not, and never will.
         """
         self.life.check("flush")
         unsure: list[tuple[str, Connection, int]] = []

@@ -35,7 +35,7 @@ class SocketLoop:
         self._thread = threading.Thread(target=self._run, name="bamboo-wire", daemon=True)
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def watch(self, watched: socket.socket, events: int, handler: Handler) -> None:
@@ -48,7 +48,7 @@ class SocketLoop:
         self._epoll.modify(watched, events)
 
     def forget(self, watched: socket.socket) -> None:
-        """Looks at it no more; its handler may be running."""
+        """Stops watching a socket; its handler may be running."""
         self._handlers.pop(watched.fileno(), None)
         self._epoll.unregister(watched)
 
@@ -82,7 +82,7 @@ class SocketLoop:
                     self._guarded(partial(handler, events))
 
     def _guarded(self, call: Callable[[], _T]) -> _T | None:
-        """What ``call`` returns; ``None`` if there is a defect in it: all else must go on."""
+        """The result of ``call``; ``None`` after a defect in it: all else must go on."""
         try:
             return call()
         except Exception as error:

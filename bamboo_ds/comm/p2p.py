@@ -89,9 +89,9 @@ class RecvWork(CompletedWork):
     Args:
         receives: those posted in the epoch.
         key: the stream.
-        tensor: where to put what arrives.
+        tensor: for what arrives.
         source: group rank of the sender; ``None`` for any.
-        members: who may send it.
+        members: that may send it.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Process-wide state of the data plane: which epoch is attached, and how to leave it at once."""
+"""Process-wide state of the data plane: the attached epoch, and the way to leave it at once."""
 
 from __future__ import annotations
 
@@ -38,20 +38,20 @@ class Session:
         address: the advertised address (name or IP); every socket is bound to it and only to it.
         timeout: default timeout of group operations and of group construction.
         on_peer_failure: called (from any thread) as ``on_peer_failure(member, reason)`` when an operation
-            towards ``member`` failed although the epoch was not aborted; ``None`` if it is not known who.
+            towards ``member`` failed although the epoch was not aborted; ``None`` if that is unknown.
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
-            looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
+            looks like a failed one: the judge of accusations must drop those of an epoch that has ended.
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
-        secret: the job's; who does not know it gets no connection.
+        secret: the job's; callers without it get no connection.
         listener: where others reach this member; ``None``: a new one at ``address``.
         host: name of the host; ``None``: the machine's. Members of one share memory.
 
     Attributes:
         member, address, timeout: as above.
         place: where others reach this member, as plans have it.
-        attachment: what process groups see of it: for whom they are called.
+        attachment: the view that process groups have of it.
     """
 
     def __init__(
@@ -115,7 +115,7 @@ class Session:
 
     @property
     def aborted(self) -> str | None:
-        """Why the current epoch was aborted, or ``None``."""
+        """The reason why the current epoch was aborted, or ``None``."""
         epoch = self._epoch
         return None if epoch is None else epoch.life.aborted
 
@@ -152,7 +152,7 @@ class Session:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def attach(self, plan: Plan) -> None:
-        """Enters ``plan``'s epoch, and clears the aborted state. Called by the main thread; waits for nobody.
+        """Enters ``plan``'s epoch, and clears the aborted state. Called by the main thread; waits for no member.
 
         The previous epoch is aborted if it was not, and everything of it destroyed but the connections to members
         that ``plan`` has as well.
@@ -185,7 +185,7 @@ class Session:
 
     @property
     def aborts_are_through(self) -> bool:
-        """Whether communicators of an epoch that has ended hinder nobody from entering the next."""
+        """Whether no communicator of an epoch that has ended hinders this member from entering the next."""
         return self._epoch is None or self._epoch.groups.aborts_are_through
 
     def meet(self) -> None:
@@ -193,7 +193,7 @@ class Session:
 
         Raises:
             EpochChanged, PeerLost: the epoch has ended, or a member is gone.
-            NotMet: somebody has not come within the session's timeout.
+            NotMet: a member has not come within the session's timeout.
         """
         self.current.agreement.barrier("attaching")
 
@@ -261,7 +261,7 @@ class Session:
     # -- copies of state ---------------------------------------------------------------------------------
     @property
     def offers(self) -> Offers:
-        """What others may copy from this member."""
+        """The snapshots that others may copy from this member."""
         return self._hub.offers
 
     def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetch:

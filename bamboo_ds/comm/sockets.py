@@ -40,7 +40,7 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, .
 def watch_silence(opened: socket.socket, seconds: float) -> None:
     """Has a TCP connection fail when the peer's host has answered nothing for so long.
 
-    Its kernel answers for a process that computes or is stopped, unless data waits there that nobody reads.
+    Its kernel answers for a process that computes or is stopped, unless data waits there that is not read.
     """
     pause = max(1, int(seconds / 3))
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -74,7 +74,7 @@ def _tcp(descriptors: Iterable[int]) -> Iterator[socket.socket]:
 
 
 def new_listener(before: dict[int, str], host: str) -> Endpoint | None:
-    """Where the one socket listens that was opened on ``host`` since ``before``; ``None`` if not unique."""
+    """The endpoint of the one socket that listens on ``host`` since ``before``; ``None`` if not unique."""
     found = set()
     new = [number for number, identity in socket_descriptors().items() if before.get(number) != identity]
     for copy in _tcp(new):
@@ -89,7 +89,7 @@ def shut_down(matches: Matcher) -> int:
     """Shuts down every TCP connection (also one still connecting) whose endpoints satisfy ``matches``.
 
     Returns:
-        How many were shut down.
+        The number of sockets shut down.
     """
     count = 0
     connecting: dict[int, tuple[Endpoint, Endpoint]] | None = None
@@ -170,6 +170,6 @@ def listen(host: str) -> socket.socket:
 
 
 def shut(opened: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Shuts down a socket of ours, whatever its state; who waits for it is woken."""
+    """Shuts down a socket of ours, whatever its state; threads that wait for it are woken."""
     with contextlib.suppress(OSError):  # not connected any more
         opened.shutdown(how)

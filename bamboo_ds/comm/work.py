@@ -54,15 +54,15 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def is_success(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def exception(self) -> Exception | None:
-        """There is none."""
+        """Always ``None``."""
         return None
 
     def result(self) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future."""
@@ -108,7 +108,7 @@ class Several(CompletedWork):
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Does as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -135,7 +135,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         links: of the epoch in which it runs.
         inner: torch's handle.
         operation: name, for messages.
-        members: on whom it depends.
+        members: that it depends on.
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         kind: of the inner group.
         limit: timeout of a ``wait`` without one; ``None``: that of the inner group.
@@ -256,7 +256,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             return True
 
     def _gone(self) -> EpochChanged | None:
-        """Why the operation cannot complete any more, if so."""
+        """The reason why the operation cannot complete any more, if so."""
         if self._life.aborted is not None:
             return self._life.ended(self._operation)
         return self._links.await_failure(self._members, 0)
@@ -275,7 +275,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return self._inner is not None and self._life.aborted is None and bool(self._inner.is_success())
 
     def exception(self) -> Exception | None:
-        """What :meth:`wait` would raise, if the operation failed."""
+        """The error that :meth:`wait` would raise, if the operation failed."""
         if self._inner is None or self._life.aborted is not None:
             return self._life.ended(self._operation)
         try:
@@ -291,7 +291,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return self._inner.result()
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Does as :meth:`wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -372,7 +372,7 @@ class _HostCopies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
         return [self.of(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def pairs(self, value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those of the tensors in ``value``."""
+        """The pairs of the tensors in ``value``."""
         if isinstance(value, torch.Tensor):
             return [self[id(value)]]
         return [pair for each in value for pair in self.pairs(each)]
@@ -396,7 +396,7 @@ class ThroughHostWork:
         return getattr(self._work, name)
 
     def wait(self, *timeout: Any) -> bool:
-        """As torch's; then the results are on the device."""
+        """Waits as torch's; then the results are on the device."""
         done = bool(self._work.wait(*timeout))
         self._copy_back()
         return done

@@ -1,6 +1,6 @@
-"""What a worker offers to others in bulk: snapshots of state, at a bounded rate, and answers to questions.
+"""Offers of a worker to others in bulk: snapshots of state, at a bounded rate, and answers to questions.
 
-Who wants something calls, over a connection of its own, and sends one data frame: the key, as the frame's sequence the
+A caller has a connection of its own, and sends one data frame: the key, as the frame's sequence the
 first piece that it lacks, and the number of the offer that it has pieces of (0: none). The owner answers with pieces in
 order, each a data frame for the key with the piece's number, its bytes, their crc32 and the offer's number; or with a
 frame that carries nothing: there is nothing, or nothing any more. A key that is not offered yet waits. The first piece
@@ -106,7 +106,7 @@ class Offer:
 
 @dataclass
 class _Request:
-    """What is wanted over a connection.
+    """A request over a connection.
 
     Attributes:
         key: of the offer.
@@ -148,7 +148,7 @@ class Offers:
 
         Args:
             rate_mb_per_s: bound on the tensors' bytes of all copies together, in 10^6 bytes per second; ``None``: none.
-            answers: functions of a key, by what the keys begin with: who asks for such a key gets the text that is
+            answers: functions of a key, by what the keys begin with: a request for such a key gets the text that is
                 computed for it. They are called on the loop's thread and must be quick.
         """
         rate = None if rate_mb_per_s is None else rate_mb_per_s * 1e6
@@ -177,7 +177,7 @@ class Offers:
             self._look_again()
 
     def withdraw(self, key: str) -> None:
-        """Withdraws the offer, if there is one; who is getting it is told. Takes no longer than one piece."""
+        """Withdraws the offer, if there is one; a worker that is getting it is told. Takes no longer than one piece."""
         with self._lock:
             self._withdraw(key)
 
@@ -205,7 +205,7 @@ class Offers:
         """See :class:`~..connection.Traffic`."""
 
     def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
-        """A request."""
+        """Takes a request."""
         request = _Request(key.decode(), head.sequence, int(tensors[0].tensor()))
         with self._lock:
             self._requests[connection] = request
@@ -217,7 +217,7 @@ class Offers:
             self._requests.pop(connection, None)
 
     def _look_again(self) -> None:
-        """There is more than there was; the loop's thread may be another one."""
+        """Has the loop look at all requests again; the calling thread may be another one."""
         for connection, request in list(self._requests.items()):
             if request.offer is None:
                 self._look(connection, request)
@@ -237,7 +237,7 @@ class Offers:
 
     # -- the loop's thread -------------------------------------------------------------------------------
     def _advance(self) -> float | None:
-        """Sends one piece, if one is due; seconds until the next one is."""
+        """Sends one piece, if one is due; returns the seconds until the next one is."""
         waits, now = [], time.monotonic()
         with self._lock:
             for connection, request in self._requests.items():

@@ -1,4 +1,4 @@
-"""What a carrier is."""
+"""The interface of carriers."""
 
 from __future__ import annotations
 

@@ -72,11 +72,11 @@ class Slabs:
         return memoryview(memory[_FLAGS[number] : _FLAGS[number] + SLABS]), slabs
 
     def ready(self, size: int) -> bool:
-        """It is large enough, and a slab is free."""
+        """Whether the segment is large enough, and a slab is free."""
         return size >= SMALLEST and 0 in self._out[0]
 
     def send(self, segment: Sequence[memoryview]) -> list[memoryview]:
-        """Copies it into the lowest slab that is free."""
+        """Copies the segment into the lowest slab that is free."""
         flags, slabs = self._out
         place = bytes(flags).index(0)
         flags[place] = 1
@@ -88,7 +88,7 @@ class Slabs:
         return [memoryview(bytes([_FIRST + place]))]
 
     def receive(self, mark: int, segment: Sequence[memoryview]) -> Iterable[memoryview]:
-        """Copies it out."""
+        """Copies the segment out."""
         flags, slabs = self._in
         place = mark - _FIRST
         if not (0 <= place < SLABS and flags[place]):
@@ -109,7 +109,7 @@ class Slabs:
 
 
 def created() -> int:
-    """A descriptor of fresh memory, whose size nobody can change."""
+    """A descriptor of fresh memory of fixed size."""
     descriptor = os.memfd_create("bamboo-slabs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_of(wire.SEGMENT))

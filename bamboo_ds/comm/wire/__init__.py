@@ -84,7 +84,7 @@ def described(data: memoryview) -> list[WireTensor]:
 
 
 def segments(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What a frame's data are cut into, at either end."""
+    """The segments into which a frame's data are cut, at either end."""
     current: list[memoryview] = []
     left = SEGMENT
     for piece in pieces:

@@ -1,4 +1,4 @@
-"""What a message carries: tensors where they are, on their way to host memory, and in it."""
+"""Payloads of messages: tensors where they are, on their way to host memory, and in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Staged:
     copy: staging.Copy
 
     def payload(self) -> Payload:
-        """What was staged, on the device again."""
+        """The payload that was staged, on the device again."""
         return assemble(self.structure, self.tensors, after=self.copy)
 
 
@@ -90,7 +90,7 @@ class PeerMessage:
     arrival: float
 
     def payload(self, device: torch.device = HOST, parked: bool = False) -> Payload:
-        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread.
+        """The payload; what its sender had on its device is copied to ``device`` here, in the main thread.
 
         Args:
             device: of this process.
@@ -145,7 +145,7 @@ def in_host_memory(tensor: torch.Tensor) -> WireTensor:
 
 
 def staged(payload: Payload) -> Staged | None:
-    """Has ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
+    """Has ``payload`` copied to host memory beside what its device computes; ``None`` if nothing is on a device.
 
     Raises:
         TypeError: see :func:`for_frame`.
