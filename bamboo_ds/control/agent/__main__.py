@@ -1,4 +1,4 @@
-"""The process of an agent, which has what it is told in its environment (:mod:`bamboo_ds.control.settings`)."""
+"""The process of an agent, whose settings are in its environment (:mod:`bamboo_ds.control.settings`)."""
 
 from __future__ import annotations
 

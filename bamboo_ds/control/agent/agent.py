@@ -51,7 +51,7 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: A wait that lasts so much longer than asked for means that this process was stopped, in seconds.
 _STALL_S = 0.5
-#: Seconds from SIGTERM to SIGKILL when the launcher is dead: nobody waits for an orderly end.
+#: Seconds from SIGTERM to SIGKILL when the launcher is dead: an orderly end is not waited for.
 _ORPHAN_GRACE_S = 0.5
 #: Seconds that a worker has to end once it has closed its channel: a script's exit handlers may upload something.
 _END_S = 600.0
@@ -146,7 +146,7 @@ class Agent:
 
     @property
     def next(self) -> AgentSettings | None:
-        """What the process goes on with after :meth:`run`, if it does."""
+        """The settings with which the process goes on after :meth:`run`, if it does."""
         return self._slot.next
 
     def _make_coordinator(self) -> Coordinator:
@@ -186,7 +186,7 @@ class Agent:
         self._mailbox.post(partial(self._note_plan, plan))
 
     def on_peers(self, peers: tuple[tuple[str, str], ...]) -> None:
-        """Tells a worker that waits to be admitted who can tell it what the job has done."""
+        """Tells a worker that waits to be admitted which members can tell it what the job has done."""
         self._worker.send(Peers(peers=peers))
 
     def on_feed(self, slot: int, rank: int) -> None:
@@ -220,7 +220,7 @@ class Agent:
                 selector.modify(self._worker.wire, selectors.EVENT_READ | writing, "channel")
 
     def _note_stall(self, seconds: float) -> None:
-        """This process may have been stopped for so long: then it was us who did not listen."""
+        """Excuses the worker where this process may have been stopped for so long, and has not listened."""
         if seconds <= _STALL_S:
             return
         if self._worker.last_sign_of_life is not None:
@@ -260,7 +260,7 @@ class Agent:
         elif (
             signum is signal.SIGTERM and self._settings.guest and self._slot.may_leave and self._leaving.end_at is None
         ):
-            # Nobody's child: it is the host that shuts down, or somebody who wants this member to go.
+            # No launcher has started it: the host shuts down, or a user wants this member to go.
             self._leaving.end_at = time.monotonic() + self._settings.grace_s
             self._note_notice(Notice("leave", "signal", signum.name, self._settings.grace_s))
         else:
@@ -369,7 +369,7 @@ class Agent:
         self._worker.await_teardown(lambda seconds: self._mailbox.handle_next(seconds, [self._worker.pidfd]))
 
     def _departure(self, status: int, died: float) -> LeftRecord:
-        """What the end of the worker by its exit ``status`` means."""
+        """The meaning of the worker's end by its exit ``status``."""
         step = self._progress.step if self._progress is not None else None
         departure = self._slot.note_end(status, died, self._watchdog.hung, self._exit_notice, step)
         return departure.model_copy(update={"reaped": not self._worker.lingers()})
@@ -378,7 +378,7 @@ class Agent:
         """Brings the news of the worker's end to etcd; gives up when told to end, or after a while.
 
         Returns:
-            What the end means, if it has turned out that the job goes on without this member.
+            The meaning of the end, if it has turned out that the job goes on without this member.
         """
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death

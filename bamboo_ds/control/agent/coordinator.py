@@ -56,7 +56,7 @@ _DISPLAY_S = 1.0
 class Coordinator:
     """Keeps one member registered and informed, and contests the leadership.
 
-    What it does follows from where the member stands in the job: see :class:`.membership.Membership`.
+    Its work follows from the member's state in the job: see :class:`.membership.Membership`.
 
     Args:
         store: not used before :meth:`start`; closed at the end by the coordinator.
@@ -177,7 +177,7 @@ class Coordinator:
         self._inbox.post(depart)
 
     def timing(self, epoch: object) -> TimingRecord | None:
-        """How the loss that made ``epoch`` was learnt, where known. Callable from any thread."""
+        """The course of the loss that made ``epoch``, where known. Callable from any thread."""
         mirror = self._mirror
         return mirror.get(Keys.timing(epoch), TimingRecord) if mirror and isinstance(epoch, int) else None
 
@@ -308,7 +308,7 @@ class Coordinator:
         self._inbox.post(start_again)
 
     def _work(self, mirror: Mirror) -> float | None:
-        """As :meth:`_turn`, with what etcd holds."""
+        """Does as :meth:`_turn`, with what etcd holds."""
         plan, member = mirror.plan, self._membership
         if self._settings.open and (job := mirror.job) is not None and not job.settings.open:
             self._settings = job.settings
@@ -378,7 +378,7 @@ class Coordinator:
             del self._neighbours.dead[record.id]
 
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
-        """What a member does that does not take part yet."""
+        """Does the work of a member that does not take part yet."""
         if self._membership.joins:
             self._peers.tell(peers(mirror, plan))
         whole = not plan.lost_roles and mirror.members.keys() >= set(plan.members)
@@ -410,7 +410,7 @@ class Coordinator:
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> float | None:
-        """As :meth:`_turn`, at the end."""
+        """Does as :meth:`_turn`, at the end."""
         if self._leads_until is None:
             self._tell_departure(departure, stop)
             lost = departure is not None and departure.outcome == "lost"

@@ -62,7 +62,7 @@ class DataWorkers:
                 process.send_signal(signal.SIGUSR1)
 
     def terminate(self) -> None:
-        """Ends them. Each says so in etcd, where others would wait for its lease, and gives up to lead if it does."""
+        """Ends all. Each says so in etcd, where others would wait for its lease, and gives up to lead if it does."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()

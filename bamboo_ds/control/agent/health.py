@@ -20,7 +20,7 @@ class HealthReplies:
     Args:
         store: of its coordinator.
         member: its id.
-        last_heartbeat: monotonic seconds of the worker's newest heartbeat; ``None``: none, or none is expected.
+        last_heartbeat: monotonic seconds of the worker's newest heartbeat, or ``None`` if none is expected.
         clock: monotonic seconds.
     """
 

@@ -60,7 +60,7 @@ def renew(store: Store, record: MemberRecord, lease: Lease | None) -> None:
 
 
 class LeaseKeeper:
-    """The lease of one member, and when etcd has answered last.
+    """The lease of one member, and the time of etcd's last answer.
 
     Args:
         store: of the member's coordinator.
@@ -114,7 +114,7 @@ class LeaseKeeper:
 
     @property
     def trusted_from(self) -> float:
-        """When absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
+        """Monotonic seconds from which on absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
         if self.silent_s > _OUTAGE * self._ttl_s:
             return self._clock() + self._ttl_s
         return self._trusted_from

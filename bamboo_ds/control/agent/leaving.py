@@ -1,4 +1,4 @@
-"""An agent's part in leaving: who tells it, what it tells the others, and what remains to be done at the end."""
+"""An agent's part in leaving: its notices, its word to the others, and the work that remains at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("bamboo_ds.control.leaving")
 
 
 class Leaving:
-    """What one agent knows of its member's leaving. All methods are for the agent's main thread.
+    """The leaving of one agent's member. All methods are for the agent's main thread.
 
     Args:
         settings: the agent's.
@@ -29,7 +29,7 @@ class Leaving:
         loop: asks for them.
 
     Attributes:
-        notice: what the member leaves for; ``None``: it does not.
+        notice: that the member leaves for, or ``None``.
         gone_at: monotonic seconds at which the node vanishes, as far as known.
         end_at: monotonic seconds at which the agent ends the worker, whether or not it has left by then.
 
@@ -89,7 +89,7 @@ class Leaving:
 
     @property
     def record(self) -> NoticeRecord:
-        """What the others must know."""
+        """The record of the leaving, for the others."""
         assert self.notice is not None
         return NoticeRecord(
             id=self._member,
@@ -102,7 +102,7 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """Why the member leaves, in words."""
+        """The reason why the member leaves, in words."""
         assert self.notice is not None
         return f"{self.notice.kind}, {self.notice.source}: {self.notice.detail}"
 
@@ -132,7 +132,7 @@ class Leaving:
         emit_or_log(self._events, event)
 
     def close(self, abandoned: bool) -> None:
-        """Asks no more. ``abandoned``: no member on this host is needed any more, so that the cloud may take it."""
+        """Stops asking. ``abandoned``: no member on this host is needed any more, so that the cloud may take it."""
         for notice in self._notices if abandoned else ():
             self._watcher.acknowledge(notice)
         self._watcher.stop()

@@ -1,4 +1,4 @@
-"""What a thread of an agent, or of a launcher, is to do: posted by other threads and by signals."""
+"""Actions for a thread of an agent, or of a launcher, posted by other threads and by signals."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ class Mailbox:
     def take_signals(self, handler: Callable[[signal.Signals, float], None]) -> Callable[[], None]:
         """Has :data:`HANDLED_SIGNALS` handled like actions, by the main thread alone.
 
-        Whoever has started the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
+        The parent of the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
 
         Args:
             handler: called with each signal, and the monotonic seconds at which it came.
 
         Returns:
-            What has them handled as before.
+            A function that has them handled as before.
         """
 
         def note(signum: int, _: object) -> None:
@@ -102,7 +102,7 @@ class Mailbox:
         return True
 
     def close(self) -> None:
-        """Wakes nobody any more. Idempotent."""
+        """Wakes no thread any more. Idempotent."""
         self._reading.close()
         self._writing.close()
 

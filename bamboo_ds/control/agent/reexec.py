@@ -1,6 +1,6 @@
 """An agent that starts anew in the same process: with another slot, or for another attempt at the job.
 
-Whoever watches the process goes on watching it: its id, its parent, its output and the pipe for its result stay.
+Watchers of the process go on watching it: its id, its parent, its output and the pipe for its result stay.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How an evicted member rejoins the job: as a member that joins, in a process of the same id.
+"""The way of an evicted member back into the job: as a member that joins, in a process of the same id.
 
 Others have taken its roles over; what its worker had is worth nothing any more. When etcd answers again and the job
-goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as anybody who joins.
+goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as any member that joins.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def pause_s(rejoins: int) -> float:
 
 
 def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
-    """Whether the job can take in somebody who was ``member`` before.
+    """Whether the job can take in a process that was ``member`` before.
 
     ``over``: it has ended, also by a fatal loss unless it ``restarts`` after one. ``not yet``: it still counts with
-    ``member``, it is starting, or nobody is there.
+    ``member``, it is starting, or has no members.
     """
     plan = mirror.plan
     if plan is None or mirror.job is None or is_over(mirror):

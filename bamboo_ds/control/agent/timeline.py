@@ -46,7 +46,7 @@ class AroundLosses:
         return ()
 
     def end(self, lost: bool) -> Collection[Span]:
-        """Those to write if there are no more; of a ``lost`` worker these are at least its last three iterations."""
+        """Spans to write if there are no more; of a ``lost`` worker these are at least its last three iterations."""
         if not (self._wanted or lost):
             return ()
         wanted, self._held, self._wanted = self._held, deque(maxlen=_HELD), False
@@ -59,7 +59,7 @@ class TimelineWriter:
     A failure is logged once, and nothing is written from then on; the worker never hears of it.
 
     Args:
-        events: the job's file of events; ``None``: there is no place for a timeline.
+        events: the job's file of events, or ``None`` without a place for a timeline.
         job, member, rank: whose it is.
     """
 
@@ -74,12 +74,12 @@ class TimelineWriter:
 
     @property
     def fds(self) -> Collection[int]:
-        """What the worker inherits."""
+        """Descriptors that the worker inherits."""
         return () if self._pipe is None else (self._pipe.writing,)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the worker's environment says of it."""
+        """The timeline's variables in the worker's environment."""
         return {} if self._pipe is None else {ENV_FD: str(self._pipe.writing)}
 
     def write(self) -> None:
@@ -89,7 +89,7 @@ class TimelineWriter:
         self._write(_AT_ONCE)
 
     def end(self, lost: bool) -> None:
-        """The worker has ended: write the rest, and its last iterations if it was ``lost``. Idempotent."""
+        """Writes the rest when the worker has ended, and its last iterations if it was ``lost``. Idempotent."""
         if self._pipe is None:
             return
         self._read()

@@ -28,7 +28,7 @@ _TEARDOWN_S = 15.0
 
 
 def _begin_worker(agent_pid: int) -> None:
-    """What a worker does before it becomes the script."""
+    """The work of a worker's process before it becomes the script."""
     # Slurm sends it to all processes of a step, where agents take it for a notice; a script may handle it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL, agent_pid)
@@ -78,7 +78,7 @@ class WorkerProcess:
             tied.append(self._tether.fd)
         with theirs, self._tether or contextlib.nullcontext():
             try:
-                # The worker holds accelerators and ports: without its agent nobody could end it.
+                # The worker holds accelerators and ports: without its agent it could not be ended.
                 self._process = subprocess.Popen(
                     argv,
                     env={**env, **told},
@@ -145,7 +145,7 @@ class WorkerProcess:
         return (self._code or -signal.SIGKILL) if status is None else status
 
     def await_teardown(self, wait: Callable[[float], object]) -> None:
-        """Waits until the kernel has given back what the dead worker had: whoever comes next may need it.
+        """Waits until the kernel has given back what the dead worker had: a successor may need it.
 
         Args:
             wait: waits so many seconds at most, and no longer than until :attr:`pidfd` is readable.
