@@ -1,4 +1,4 @@
-"""What the job has done: the results of its operations, for members that come later."""
+"""The job's history: the results of its operations, for members that come later."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class History:
         return self._others.get(number) or self._iteration(self._row(number))
 
     def _row(self, number: int) -> int:
-        """How many iterations of the columns come before operation ``number``."""
+        """The number of iterations of the columns before operation ``number``."""
         return number - bisect_left(self._numbers, number)
 
     def _iteration(self, row: int) -> Done:
@@ -189,7 +189,7 @@ class History:
         return [sum(losses[0] for losses in each) / len(each) for each in iterations]
 
     def count(self, kind: Kind) -> int:
-        """How many operations of ``kind`` there are."""
+        """The number of operations of ``kind``."""
         return self.steps if kind == "train" else sum(done.kind == kind for done in self._others.values())
 
     def save_folders(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""What the main thread does, for timelines: to the agent, by :mod:`bamboo_ds.observe.span_pipe`."""
+"""The main thread's work, for timelines: to the agent, by :mod:`bamboo_ds.observe.span_pipe`."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ class CurrentEpoch:
 
     def __init__(self, job: Job, layout: Layout, shadow_gradients: bool, device: torch.device) -> None:
         self.job, self.layout, self._device = job, layout, device
-        #: Which device this member computes on, of all those of the job; ``None``: none that has memory of its own.
+        #: Which device this member computes on, of all those of the job; ``None`` without memory of its own.
         self.device_name: str | None = None
         if device.type != HOST.type:
             host = job.channel.host or socket.gethostname()
@@ -87,7 +87,7 @@ class CurrentEpoch:
 
     @property
     def agreement(self) -> Agreement:
-        """What its members do all together; raises ``EpochChanged`` if it has ended."""
+        """The collectives of its members; raises ``EpochChanged`` if it has ended."""
         return self.session.current.agreement
 
     def drain(self) -> None:
@@ -114,7 +114,7 @@ class CurrentEpoch:
 
 @dataclass
 class Recovery:
-    """What a recovery has agreed on and taken over, and its times in seconds on this member's clock.
+    """The results of a recovery: what it has agreed on and taken over, and its times in seconds on this member's clock.
 
     Of several recoveries of an operation it is about the last one, with the times of all.
 
@@ -122,7 +122,7 @@ class Recovery:
         decision: how the interrupted operation goes on.
         noticed: when the first of them was noticed (a plan arrived or an operation failed).
         planned: until the plan was there.
-        rebuilt: from the plan until everybody had agreed what to do.
+        rebuilt: from the plan until all members had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
         backwards_redone: the same of backward passes.
         backwards_kept: backward passes of lost owners whose sums go on being used.
@@ -147,7 +147,7 @@ class Recovery:
 
 
 class ScriptPhase(Enum):
-    """Where the script is with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
+    """The script's place with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
 
     #: Where the job is.
     TOGETHER = "together"
@@ -190,7 +190,7 @@ class OperationProgress:
 
     @property
     def agreed(self) -> Committed:
-        """What the commit of the current iteration has agreed on."""
+        """The agreement of the current iteration's commit."""
         assert self.committed is not None
         return self.committed
 
@@ -210,7 +210,7 @@ class OperationProgress:
 
 @dataclass
 class ScriptProgress:
-    """Where this member's script is, and what it has changed.
+    """The place of this member's script, and its changes.
 
     Attributes:
         phase: where it is with respect to the job.
@@ -248,7 +248,7 @@ class ScriptProgress:
 
 @dataclass
 class Progress:
-    """How far the job is, the operation under way and the script.
+    """The job's progress, the operation under way and the script.
 
     Attributes:
         seed: of the generators of passes and steps, equal on all members.

@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages: activations, gradients, and what of them is kept for a takeover."""
+"""Tensors at the boundaries of stages: activations, gradients, and those that are kept for a takeover."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Boundaries(InContext):
     Instructions are given their channels: those of the epoch, or those of a rehearsal.
 
     Attributes:
-        hosts: who computes the parts of every role in this iteration, by rank.
+        hosts: members that compute the parts of every role in this iteration, by rank.
     """
 
     idle: IdleTimes
@@ -82,7 +82,7 @@ class Boundaries(InContext):
             self.ds.grad_layer = self.receive(channel, buffer_id, self.place("grad", buffer_id))
 
     def keep_given(self) -> None:
-        """A loss has ended the epoch: keep the gradients of this member's parts that have arrived and are not used."""
+        """Keeps, after the epoch's end, gradients of this member's parts that have arrived and are not used."""
         for stream, role, channel in self.epoch.channels:
             ends = stream is Stream.GRADIENT
             if channel.destination != self.epoch.member or not (ends or stream is Stream.INNER_GRADIENT):
@@ -100,7 +100,7 @@ class Boundaries(InContext):
         return runtime.role, awaits, buffer_id, runtime.share.part.begin
 
     def incoming(self, channels: Channels, awaits: str) -> Channel | None:
-        """The channel that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
+        """The channel that ``activation`` or ``grad`` comes on; ``None`` from another part of the stage, here."""
         return self._channel(channels, awaits == "activation", sends=False)
 
     def _channel(self, channels: Channels, forward: bool, sends: bool) -> Channel | None:
@@ -119,7 +119,7 @@ class Boundaries(InContext):
         )
 
     def _computer(self, stage: int, last: bool) -> str:
-        """Who computes the last or the first part of another stage of the current pipeline."""
+        """The member that computes the last or the first part of another stage of the current pipeline."""
         rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
         return self.hosts[rank][-1 if last else 0]
 
@@ -160,7 +160,7 @@ class Boundaries(InContext):
 
 
 def on_device(payload: Payload | Staged) -> Payload:
-    """What a member computes with of what it has sent, or would send."""
+    """A payload that this member has sent, or would send, as it computes with it."""
     return payload.payload() if isinstance(payload, Staged) else payload
 
 

@@ -67,7 +67,7 @@ class Commits(InContext):
         self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
 
     def _fingerprint(self) -> int:
-        """Of what the scripts have assigned of the roles that this member owns.
+        """The fingerprint of the scripts' assignments to the roles that this member owns.
 
         Raises:
             UnsupportedError: one that was lost in this operation has assigned something else than this one.
@@ -108,12 +108,12 @@ class Commits(InContext):
         return told
 
     def decoded(self) -> Committed:
-        """What the commit of an iteration has agreed on."""
+        """The agreement of an iteration's commit."""
         assert self.progress.vector is not None
         return decode(self.epoch.layout, self.form(), self.progress.vector)
 
     def form(self) -> Form:
-        """What an iteration's commit consists of."""
+        """The form of an iteration's commit."""
         losses = 1 + len(self.ds.module.get_additional_losses() or {})
         votes = self.settings.redundancy.on_mismatch == "evict" and self.epoch.layout.alike
         return Form(losses, self.binding.local.optimizer.norms, self._accounted(), votes)

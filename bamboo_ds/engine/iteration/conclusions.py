@@ -1,4 +1,4 @@
-"""What the check of a job's first steps has found, told to people and as events."""
+"""Conclusions from the check of a job's first steps, told to people and as events."""
 
 from __future__ import annotations
 

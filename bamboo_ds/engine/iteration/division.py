@@ -39,7 +39,7 @@ class Division(InContext):
     sums: PartialSums
 
     def begin(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        """An iteration begins, or goes on from ``progress``: find out which parts are computed here."""
+        """Finds out which parts are computed here, as an iteration begins or goes on from ``progress``."""
         plan, member = self.epoch.plan, self.epoch.member
         if progress is None:
             progress = beginning(plan)
@@ -76,7 +76,7 @@ class Division(InContext):
         self.binding.reload()
 
     def _use_given(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """Of gradients that had arrived before a loss use those that the parts behind do not hold any more."""
+        """Uses gradients that had arrived before a loss and that the parts behind do not hold any more."""
         plan, member = self.epoch.plan, self.epoch.member
         done = finished(plan.world, self.ds.micro_batches, progress)
         for rank, role in enumerate(plan.world.roles):
@@ -86,7 +86,7 @@ class Division(InContext):
                 part.use_given(0 if behind is None else done[behind[0]][behind[1]].since)
 
     def note_cuts(self) -> bool:
-        """An iteration is over: note where stages may be divided; whether that was found out of any."""
+        """Notes after an iteration where stages may be divided; returns whether that was found out of any."""
         found = False
         for runtime in self.binding.owned():
             if runtime.stage.search is not None:
@@ -159,7 +159,7 @@ class Division(InContext):
         return self.epoch.plan.lent_blocks(lent)
 
     def _parameters(self, role: Role) -> list[torch.nn.Parameter]:
-        """The trainable ones of these blocks."""
+        """The trainable parameters of these blocks."""
         runtime = self.binding.runtimes[role]
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         return [p for p in runtime.stage.parameters(*self._lent(role)) if p.requires_grad and id(p) in known]

@@ -17,7 +17,7 @@ In the last step but one shadows compute nothing, redundantly or in a rehearsal:
 as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
 
 A recovery takes precedence: the step in which it happens is not checked, and the check begins again with the next one,
-so that a takeover of what nobody had checked yet is found out, too. What members exchange here travels on channels of
+so that a takeover of what was not checked yet is found out, too. What members exchange here travels on channels of
 their own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
 """
 
@@ -103,7 +103,7 @@ class ExactChecks(InContext):
         self.on, self.steps, self._before = steps > 0, steps, None
 
     def begin_again(self, steps: int, before: int) -> None:
-        """There was a recovery: check so many steps after the first ``before``, on all members alike; 0: none.
+        """Checks, after a recovery, so many steps after the first ``before``, on all members alike; 0: none.
 
         While replicas are being made, or there are none, the check waits: another recovery follows when that changes.
         """
@@ -124,15 +124,15 @@ class ExactChecks(InContext):
 
     @property
     def left(self) -> int:
-        """How many steps are checked in a row; 0: none any more."""
+        """The number of steps that are checked in a row; 0: none any more."""
         return self.steps if self.on else 0
 
     def _checked(self) -> int:
-        """How many of the steps are done; below 0: the first one is to come after others."""
+        """The number of steps that are done; below 0: the first one is to come after others."""
         return self.progress.steps - (self._before or 0)
 
     def _rehearsed(self) -> bool:
-        """Whether the iteration under way is."""
+        """Whether the iteration under way is rehearsed."""
         done = self._checked()
         return self.on and done >= 0 and not self.rests and not (done == 0 and self.steps > 2)
 
@@ -150,7 +150,7 @@ class ExactChecks(InContext):
                 self._began.setdefault(runtime.role, {**beside_steps(runtime), **beside_layers(runtime)})
 
     def end_iteration(self) -> bool:
-        """An iteration is over: compare the replicas, unless there was a recovery in it.
+        """Compares the replicas after an iteration, unless there was a recovery in it.
 
         Returns:
             Whether they are to be made anew, on all members alike.
@@ -186,7 +186,7 @@ class ExactChecks(InContext):
     # -- before the commit --------------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """If the iteration is rehearsed, on all members alike: one that a loss has hit is not.
+        """Rehearses takeovers if the iteration is rehearsed, on all members alike: one that a loss has hit is not.
 
         Sends what others rehearse with, rehearses the roles that this member shadows, and compares.
 
@@ -304,7 +304,7 @@ class ExactChecks(InContext):
             self.beats.beat()
 
     def _computed(self, role: Role) -> Facts:
-        """What the bound runtime of ``role`` has computed in this iteration, in the order in which it did."""
+        """The results of the bound runtime of ``role`` in this iteration, in the order in which it computed them."""
         runtime = self.binding.runtimes[role]
         module: Any = runtime.module
         micro_batches = range(self.ds.micro_batches)

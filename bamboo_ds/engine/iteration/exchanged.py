@@ -59,7 +59,7 @@ class ExchangedWeights(InContext):
     _first: bool = field(default=True, init=False)
     #: The script has exchanged weights before, and training has gone on.
     _exchanges: bool = field(default=False, init=False)
-    #: Bits of the local stage after the last step, where nobody has a replica of it and a rank is lost.
+    #: Bits of the local stage after the last step, where no member has a replica of it and a rank is lost.
     _reference: int | None = field(default=None, init=False)
 
     def begin_training(self) -> None:
@@ -101,7 +101,7 @@ class ExchangedWeights(InContext):
         return sum_of_bits(self.binding.local.module.parameters())
 
     def compare(self) -> None:
-        """An evaluation begins: compare weights with those that training has left. Collective.
+        """Compares weights, as an evaluation begins, with those that training has left. Collective.
 
         Raises:
             UnsupportedError: they differ, and a rank is lost whose stage lacks such weights.

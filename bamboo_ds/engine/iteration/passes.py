@@ -1,4 +1,4 @@
-"""Forward and backward passes of whichever role is bound. DeepSpeed's own methods compute."""
+"""Forward and backward passes of the role that is bound. DeepSpeed's own methods compute."""
 
 from __future__ import annotations
 
@@ -168,7 +168,7 @@ class Passes(InContext):
         return runtime.at_ends(runtime.share.part, self.layout.stages)
 
     def _note_layers(self, runtime: StageRuntime) -> None:
-        """The first pass of an iteration begins: keep what later passes change of what the layers keep.
+        """Keeps, in the first pass of an iteration, what later passes change of what the layers keep.
 
         Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on. So
         may those of others, where the stage is copied in the middle of a long iteration: if they keep little.

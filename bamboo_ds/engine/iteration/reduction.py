@@ -88,7 +88,7 @@ class Reduction(InContext):
             each.results.reduced = each.optimizer.keep(reduced)
 
     def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
-        """What the bound ``runtime`` gives to the reduction over the pipelines."""
+        """The sums that the bound ``runtime`` gives to the reduction over the pipelines."""
         sums = self._sums(runtime)
         tied = runtime.results.tied
         if not tied:

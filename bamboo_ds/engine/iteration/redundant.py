@@ -1,4 +1,4 @@
-"""What members do in the bubbles of the pipeline: draw batches; pending steps and redundant passes of replicas."""
+"""Work of members in the bubbles of the pipeline: batches to draw; pending steps and redundant passes of replicas."""
 
 from __future__ import annotations
 
@@ -140,7 +140,7 @@ class RedundantPasses(InContext):
         return None
 
     def _follows(self, replica: StageRuntime) -> bool:
-        """Goes on from sums that have arrived; whether there was memory for that."""
+        """Goes on from sums that have arrived; returns whether there was memory for that."""
         reason, dropped = "", replica.share.part.forwards
         try:
             self.sums.follow(replica)
@@ -163,7 +163,7 @@ class RedundantPasses(InContext):
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
 
     def _tell_lack(self, replica: StageRuntime) -> None:
-        """Says it once if nothing is free for redundant passes: the job goes on as if redundancy were lazy."""
+        """Says once that nothing is free for redundant passes: the job goes on as if redundancy were lazy."""
         lacks, before = self._budget == 0, self._lacks
         self._lacks = lacks
         if lacks and not before:

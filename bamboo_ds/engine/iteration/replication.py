@@ -59,7 +59,7 @@ class Mismatches:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """What the optimizer step of a role needs.
+    """The inputs of a role's optimizer step, as they are sent.
 
     Attributes:
         reduced: reduced gradients.

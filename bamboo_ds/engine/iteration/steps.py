@@ -27,7 +27,7 @@ from .generators import RoleGenerators
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the step of a role goes by: what held in its iteration, from which others may have gone on.
+    """The inputs of a role's step: what held in its iteration, from which others may have gone on.
 
     Attributes:
         results: reduced gradients, and what the owner's layers keep.
@@ -54,15 +54,15 @@ class Steps(InContext):
     _committed: Committed = field(init=False)
 
     def inputs(self, results: Results) -> StepInputs:
-        """Those of a step of the iteration that was just committed and has given ``results``."""
+        """The inputs of a step of the iteration that was just committed and has given ``results``."""
         return StepInputs(results, self.progress.operation.agreed, self.ds.step_settings())
 
     def step_owned(self) -> None:
-        """The step of the bound role, which this member owns."""
+        """Takes the step of the bound role, which this member owns."""
         self.apply_step(self.binding.current, self.inputs(self.binding.current.results))
 
     def apply_step(self, runtime: StageRuntime, inputs: StepInputs) -> None:
-        """The step of ``runtime``, where its tensors are; an owner's with DeepSpeed's reports.
+        """Takes the step of ``runtime``, where its tensors are; an owner's with DeepSpeed's reports.
 
         Raises:
             ProtocolError: there are no reduced gradients.

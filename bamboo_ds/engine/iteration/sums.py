@@ -49,7 +49,7 @@ _Place = tuple[Role, int, int]
 
 @dataclass(frozen=True)
 class Sums:
-    """What the computation of a part goes on from.
+    """The state that the computation of a part goes on from.
 
     Attributes:
         count: micro-batches whose gradients are in the sums.
@@ -103,7 +103,7 @@ class PartialSums(InContext):
                 if channel.source == self.epoch.member:
                     seconds += size / (channel.rate or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
-        # Whom they are sent to takes as long for them as the main thread here, which passes wait for.
+        # Their receiver takes as long for them as the main thread here, which passes wait for.
         taken = 2 * sum(self._taken_s.values())
         counts = self.ds.micro_batches, self._micro_batch_s
         every = affordable(seconds, *counts, share), affordable(taken, *counts, PROCESSOR_SHARE)
@@ -136,7 +136,7 @@ class PartialSums(InContext):
     # -- sending ----------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """A forward pass of the bound role has ended: note what the sums of as many micro-batches go with."""
+        """Notes, after a forward pass of the bound role, what the sums of as many micro-batches go with."""
         runtime = self.binding.current
         part = runtime.share.part
         wanted = (runtime.owned or runtime.share.helps) and syncs(self.epoch.plan, runtime.role)
@@ -175,7 +175,7 @@ class PartialSums(InContext):
         self._taken_s[runtime.role] = time.perf_counter() - begin
 
     def _copied(self, runtime: StageRuntime, part: Part) -> list[torch.Tensor | None] | None:
-        """Copies of a part's gradients; ``None``: there is no room for them, and none are sent under this plan."""
+        """Copies of a part's gradients; ``None`` without room for them: none are sent under this plan."""
         reason = ""
         try:
             return runtime.optimizer.accumulated(self._parameters(runtime, part))
@@ -206,7 +206,7 @@ class PartialSums(InContext):
             del held[count]
 
     def held(self) -> list[tuple[Role, int, int, tuple[int, ...]]]:
-        """Of each part whose sums are here: role, first block, the one behind its last, numbers of micro-batches."""
+        """The sums that are here, by part: role, first block, the one behind its last, numbers of micro-batches."""
         return [(*place, tuple(sorted(sums))) for place, sums in self._held.items() if sums]
 
     # -- going on ---------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""TensorBoard and its like, written by whichever member speaks for the job."""
+"""TensorBoard and its like, written by the member that speaks for the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Monitors:
-    """In the place of DeepSpeed's monitors, which write in the process of rank 0 only.
+    """Stands in the place of DeepSpeed's monitors, which write in the process of rank 0 only.
 
     DeepSpeed begins each CSV table with a head. A process that writes after another one of the job goes on with the
     tables that it finds.
@@ -78,7 +78,7 @@ def _has_content(path: str) -> bool:
 
 @dataclass(eq=False)
 class JobTags(InContext):
-    """What members and pauses are like, for DeepSpeed's monitors.
+    """Figures of members and pauses, for DeepSpeed's monitors.
 
     All members measure, since each may be the next one that writes.
     """

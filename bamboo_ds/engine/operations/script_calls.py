@@ -86,7 +86,7 @@ class ScriptCalls(InContext):
                 self.leave()
 
     def leave(self) -> None:
-        """The script goes on: remember how it finds what it may set."""
+        """Remembers, as the script goes on, how it finds what it may set."""
         self.binding.refresh()
         local = self.binding.local
         if self.progress.script.behind:  # the operation before the one that it takes part in may be done now
@@ -194,7 +194,7 @@ class ScriptCalls(InContext):
 
         Raises:
             UnsupportedError: it has put other parameters there, or gradients.
-            FatalLoss: nobody does so with a stage whose script is lost.
+            FatalLoss: no script does so with a stage whose own is lost.
         """
         self._weights.check_parameters()
         self._weights.check_gradients()
@@ -242,7 +242,7 @@ class ScriptCalls(InContext):
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
-            FatalLoss: nobody does so with a stage whose script is lost.
+            FatalLoss: no script does so with a stage whose own is lost.
         """
         local = self.binding.local
         away = [] if self.progress.script.behind else without_process(self.epoch.plan)
@@ -264,7 +264,7 @@ class ScriptCalls(InContext):
     # -- the script's collectives -------------------------------------------------------------------------
 
     def place(self) -> ThreadContext:
-        """Where the main thread is."""
+        """The place of the main thread."""
         if self._depth or self.progress.script.phase is ScriptPhase.RESUMING:
             return "engine"
         return "replay" if self.progress.script.behind else "script"

@@ -71,7 +71,7 @@ class Training(InContext):
             self.ds.global_rank = rank
 
     def run_iteration(self) -> None:
-        """What DeepSpeed executes a schedule for."""
+        """Runs the iteration that DeepSpeed executes a schedule for."""
         self.iteration.corruption.refuse()
         self._begin = time.monotonic()
         self.binding.refresh()
@@ -94,7 +94,7 @@ class Training(InContext):
         return means[0]
 
     def _replay(self, done: Mapping[str, Any], data_iter: Any) -> torch.Tensor:
-        """An iteration that the job has done."""
+        """Replays an iteration that the job has done."""
         if data_iter is not None:
             self.ds.set_data_iterator(data_iter)
         self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)

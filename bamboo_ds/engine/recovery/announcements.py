@@ -1,4 +1,4 @@
-"""What scripts change of their stages between two operations, told to the other holders of these stages.
+"""Scripts' changes to their stages between two operations, told to the other holders of these stages.
 
 The change itself travels with the reduced gradients of the next iteration. That there is one is told before the
 iteration, so that a member that takes the stage over in it knows what it lacks::
@@ -102,7 +102,7 @@ class Announcements(InContext):
             replica.train_only(trained)
 
     def check(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Stages that scripts change between two operations: a member that takes one over does not do so.
+        """Refuses a member that takes over a stage which its script changes between two operations: it would not do so.
 
         Raises:
             FatalLoss: a change is missing, or would be; on all members alike.
@@ -122,7 +122,7 @@ class Announcements(InContext):
 
 @dataclass(frozen=True)
 class RoleChanges:
-    """What the owner of a role under a new plan knows of its script's changes.
+    """Changes of a role by its script, as the owner under a new plan knows them.
 
     Attributes:
         changes: as it was told of them.
@@ -136,7 +136,7 @@ class RoleChanges:
 
 
 def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role, RoleChanges]:
-    """Of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
+    """The changes of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
     found = {}
     for report in reports.values():
         for each in report.roles:
@@ -150,7 +150,7 @@ def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role,
 def lacking(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
     """Roles that were taken over without what their scripts have changed since the last of ``step`` steps.
 
-    Among them those of which nobody knows it: their scripts may have been lost before they could tell, where others
+    Among them those of which no member knows it: their scripts may have been lost before they could tell, where others
     have changed theirs, unless they have not done so together with these before.
     """
     changers = [each.changes for each in roles.values() if not each.taken and each.changes.last == step]

@@ -128,7 +128,7 @@ class Copies(InContext):
             construction.kept.append(Kept((self.progress.sequence - 1, True), follow, changed.replacement))
 
     def tell(self) -> str:
-        """How far the replicas under construction are, for people; callable from any thread."""
+        """The progress of replicas under construction, for people; callable from any thread."""
         parts = [f"{_name(c.role, self.epoch.layout)} ({c.fetch.share:.0%})" for c in list(self.constructions.values())]
         return f"copies {', '.join(parts) or 'nothing more'}"
 
@@ -157,7 +157,7 @@ class Copies(InContext):
         Args:
             plan: the plan that begins.
             reports: of its members.
-            decision: on the operation that all go on with. Who builds a replica may be in it, and knows nothing more of
+            decision: on the operation that all go on with. A builder may be in it, and knows nothing more of
                 what its script has set before; so owners offer no snapshot before they have done it, unless all are at
                 the boundary before, or in the same iteration, which they will finish together with those that join.
         """
@@ -205,12 +205,12 @@ class Copies(InContext):
             self.snapshots.offer(key, OfferedState(moment, runtime.share.reversible, capture(runtime)))
 
     def drop_incoming(self) -> None:
-        """What this iteration's reductions have given is void."""
+        """Drops what this iteration's reductions have given."""
         for construction in self.constructions.values():
             construction.incoming = None
 
     def _give_up(self, construction: Construction) -> None:
-        """The replica is not wanted any more."""
+        """Gives up a replica that is not wanted any more."""
         self._remove(construction)
         construction.fetch.cancel()
         construction.kept.clear()  # what is to be done refers to the construction, and to gradients on the device
@@ -224,7 +224,7 @@ class Copies(InContext):
             self.job.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
-        """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
+        """Offers, at a boundary, the snapshots that are due, and catches up with those that have arrived.
 
         Args:
             stepped: optimizers have done so. Members exchange shards after that only, which a replica that catches up
@@ -242,7 +242,7 @@ class Copies(InContext):
                 construction.fetch = self._fetch(*construction.source)
 
     def complete_arrived(self, awaited: Role | None) -> None:
-        """In the middle of a long iteration: complete the copies that are there, so that others can rely on them.
+        """Completes, in the middle of a long iteration, the copies that are there, so that others can rely on them.
 
         Not that of the role whose stage the script looks at, nor where members exchange shards after a step.
 
@@ -289,7 +289,7 @@ class Copies(InContext):
             self._complete(construction)
 
     def _complete(self, construction: Construction) -> None:
-        """The replica is complete: from now on it is one like any other."""
+        """Makes a complete replica one like any other from now on."""
         role, runtime = construction.role, construction.runtime
         assert runtime is not None
         self.binding.runtimes[role] = runtime
@@ -336,7 +336,7 @@ class Copies(InContext):
         self.job.channel.report_state(state)
 
     def close(self) -> None:
-        """Ends."""
+        """Gives up all copies and offers."""
         for construction in list(self.constructions.values()):
             self._give_up(construction)
         self.snapshots.close()

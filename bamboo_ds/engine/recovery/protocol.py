@@ -113,7 +113,7 @@ class RecoveryProtocol(InContext):
         self.iteration.replication.mismatches.begin()
 
     def _decide(self, plan: Plan, reports: Reports) -> Decision:
-        """The same decision on all members, and what follows from it for what they do besides the operation."""
+        """Makes the decision, the same on all members, and does what follows from it besides the operation."""
         self._check_setup(plan, reports)
         self.epoch.note_devices(report.device for report in reports.values())
         self._tell_away(plan)
@@ -129,7 +129,7 @@ class RecoveryProtocol(InContext):
         return decision
 
     def _tell_away(self, plan: Plan) -> None:
-        """Tells once that nobody does with a stage what only its own lost script would do."""
+        """Tells once that no member does with a stage what only its own lost script would do."""
         away = without_process(plan)
         if away and self.epoch.leads and not self._told_away:
             self._told_away = True
@@ -141,7 +141,7 @@ class RecoveryProtocol(InContext):
             )
 
     def _join(self, decision: Decision, reports: Reports) -> None:
-        """This member is admitted: take over from the others' ``reports`` where the job stands."""
+        """Takes over, as this member is admitted, from the others' ``reports`` where the job stands."""
         newest, informed = newest_of(reports)
         sources = [(member, self.epoch.plan.place(member)) for member in informed]
         progress = self.progress
@@ -156,7 +156,7 @@ class RecoveryProtocol(InContext):
         self.adopt(newest)
 
     def adopt(self, facts: JobFacts) -> None:
-        """Goes by what the members of the job go by."""
+        """Takes over the facts that the members of the job go by."""
         self.progress.seed, self.progress.checksums, self.saves.nonce = facts.seed, facts.checksums, facts.nonce
         self.iteration.checks.begin(facts.exact)
 
@@ -184,7 +184,7 @@ class RecoveryProtocol(InContext):
             self.iteration.replication.exchange_shards()
 
     def report(self) -> MemberReport:
-        """What this member tells the others."""
+        """This member's report to the others."""
         layout = self.epoch.layout
         roles = [
             RoleReport(

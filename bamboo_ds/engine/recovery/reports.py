@@ -1,4 +1,4 @@
-"""What the members of a new plan tell each other before they go on, and the decision that follows from it."""
+"""Reports of a new plan's members to each other before they go on, and the decision that follows from them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Report(BaseModel):
 
 
 class JobFacts(_Report):
-    """What all members go by.
+    """The facts that all members go by.
 
     Attributes:
         seed: of the generators of passes and steps.
@@ -37,13 +37,13 @@ class JobFacts(_Report):
 
 
 class StartReport(JobFacts):
-    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+    """A member's report to the others when its engine is built; that of the member that leads counts for all.
 
     Attributes:
         resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
         flags: settings of the process that decide how tensors are computed; all members must have the same.
-        device: that the member computes on, by a name that no other of the job's devices has; ``None``: none that has
-            memory of its own.
+        device: that the member computes on, by a name that no other of the job's devices has; ``None`` without memory
+            of its own.
     """
 
     resumed: tuple[str, str] | None
@@ -52,7 +52,7 @@ class StartReport(JobFacts):
 
 
 class RoleReport(_Report):
-    """What the owner of a role holds of the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
+    """The owner's state of a role in the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
 
     Attributes:
         role: pipeline and stage.
@@ -69,7 +69,7 @@ class RoleReport(_Report):
 
 
 class ScriptReport(_Report):
-    """Where a member is among the script's own collectives and messages (:mod:`bamboo_ds.comm.calls.script`)."""
+    """A member's place among the script's collectives and messages (:mod:`bamboo_ds.comm.calls.script`)."""
 
     gap: int
     done: dict[str, int]
@@ -80,7 +80,7 @@ class ScriptReport(_Report):
 
 
 class MemberReport(JobFacts):
-    """What one member tells the others at the beginning of an epoch.
+    """One member's report to the others at the beginning of an epoch.
 
     Attributes:
         step: operations that it has committed and finished; it is in operation ``step``.
@@ -132,7 +132,7 @@ class MemberReport(JobFacts):
     device: str | None
 
     def script_facts(self) -> dict[str, Any]:
-        """What the script's collectives agree by."""
+        """Facts by which the script's collectives agree."""
         return {"joining": self.joining, "script": self.script.model_dump()}
 
 
@@ -141,7 +141,7 @@ Reports = Mapping[str, MemberReport]
 
 
 def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collection[int]) -> Decision:
-    """How the interrupted operation goes on; equal on all members. What is resumed from is settled.
+    """The decision on the interrupted operation; equal on all members. What is resumed from is settled.
 
     Args:
         reports: of all members.
@@ -164,7 +164,7 @@ def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collecti
 def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest: int) -> RoleProgress:
     """Progress of a role, from the reports of its owner and of its shadow.
 
-    Who has not begun computes what the plan says, and whoever has begun goes on with that. Where the two do not fit
+    A member that has not begun computes what the plan says, and one that has begun goes on. Where the two do not fit
     together, the owner computes what the shadow would have.
 
     Args:

@@ -101,7 +101,7 @@ class Takeover(InContext):
         return Outcome.INTERRUPTED
 
     def _cross_boundary(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
-        """The operation is finished, after ``seconds``: what members do before the script goes on."""
+        """Does what members do before the script goes on: the operation is finished, after ``seconds``."""
         self.progress.end_operation()
         self.progress.script.at_boundary = True
         self.collectives.begin_gap(self.progress.sequence)
@@ -177,7 +177,7 @@ class Takeover(InContext):
     # -- between operations -------------------------------------------------------------------------------
 
     def recover_between(self, where: str) -> bool:
-        """Enters the newest epoch between two operations; whether that took one attempt."""
+        """Enters the newest epoch between two operations; returns whether that took one attempt."""
         attempts = 0
         while True:
             attempts += 1
@@ -188,7 +188,7 @@ class Takeover(InContext):
                 logger.info("interrupted %s: %s", where, error)
 
     def _await_plan(self, patience_s: float) -> None:
-        """All copies are complete: the leader writes the plan that they were made for."""
+        """Waits for the plan that the copies, now complete, were made for: the leader writes it."""
         self.job.channel.await_boundary(self.epoch.plan.epoch, patience_s)
         try:
             self.epoch.switch_due = self.iteration.commits.all_know_more()
