@@ -87,7 +87,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._pool.trim()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing while collecting: folders come with their files."""
+        """Does nothing while collecting: folders come with their files."""
         if self._files is None:
             super().makedirs(path, exist_ok=exist_ok)
 
@@ -114,7 +114,7 @@ class SaveRequest:
     own: bool = False
 
     def noted(self, save_id: str | None) -> dict[str, Any]:
-        """What the history keeps of it; ``save_id`` is ``None`` if it was left out."""
+        """The history's note of it; ``save_id`` is ``None`` if it was left out."""
         return {"folder": os.path.abspath(self.folder), "tag": self.tag, "save_id": save_id}
 
 
@@ -220,7 +220,7 @@ class Saves:
         return None if self._places.mirror is None else os.path.abspath(folder)
 
     def write(self) -> None:
-        """The save takes place: begin to write what was collected."""
+        """Begins to write what was collected: the save takes place."""
         self._tentative = False
         if self._open:
             self._open = False
@@ -239,7 +239,7 @@ class Saves:
         self.wait()
 
     def forget(self) -> None:
-        """The save does not take place: some member cannot write."""
+        """Drops what was collected: some member cannot write, so that the save does not take place."""
         self._tentative = False
         if self._open:
             self._open = False
@@ -296,12 +296,12 @@ class Saves:
             self._saver.follow(plan.members)
 
     def own_folder(self) -> Location | None:
-        """Where the job's own checkpoints are; ``None``: it has no place for them yet."""
+        """The folder of the job's own checkpoints; ``None`` before it has one."""
         place = self._own_dir or self._places.mirror or self._history.place
         return None if place is None else own_location(place, self._job.channel.job)
 
     def _all(self) -> list[CheckpointPlace]:
-        """Where the script has saved, and where the job's own are."""
+        """The folders that the script has saved into, and those of the job's own."""
         own = self.own_folder()
         return [self._places.of(each) for each in (*self._history.save_folders(), *([] if own is None else [own]))]
 
@@ -313,7 +313,7 @@ class Saves:
         return None if newest is None else str(newest[1].path)
 
     def drop_own(self, plan: Plan) -> None:
-        """At the end of the job: remove those of its own that contain no more than a checkpoint of the script's.
+        """Removes, at the end of the job, those of its own that contain no more than a checkpoint of the script's.
 
         Args:
             plan: the last one; this member leads.

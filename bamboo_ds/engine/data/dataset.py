@@ -35,7 +35,7 @@ class _Stream:
 class Dataset:
     """Batches of every pipeline from the ``training_data`` that all members have.
 
-    What batch k of pipeline d contains depends on k and d only, so any member can read it.
+    The contents of batch k of pipeline d depend on k and d only, so any member can read it.
 
     Args:
         data: the dataset.

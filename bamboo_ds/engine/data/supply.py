@@ -1,4 +1,4 @@
-"""Where the batches of an operation come from, and what iterations have consumed."""
+"""The supply of batches to an operation, and the account of what iterations have consumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("bamboo_ds")
 
 @dataclass(eq=False)
 class Needs:
-    """What the leader is told of iterators, so that it keeps members that draw from them, or has new ones started.
+    """The report to the leader on iterators, so that it keeps members that draw from them, or has new ones started.
 
     Args:
         report: tells the leader of this member's engine.
@@ -50,7 +50,7 @@ class Needs:
             self.tell_all()
 
     def tell_all(self) -> None:
-        """Tells it, whether it has changed or not."""
+        """Tells everything, whether it has changed or not."""
         self.report(self.iterators, self.apart)
 
 
@@ -63,7 +63,7 @@ class BatchSupply(InContext):
     as long as it is, either iterator serves for both.
 
     Attributes:
-        shared: in the operation under way everybody reads batches from the dataset.
+        shared: in the operation under way all members read batches from the dataset.
         apart: the ends of a pipeline are in it.
     """
 
@@ -187,7 +187,7 @@ class BatchSupply(InContext):
 
     @property
     def received(self) -> dict[str, dict[str, int]]:
-        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
+        """The amount of each part of each pipeline (by its number as text) received in this operation."""
         return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
 
     def draw_ahead(self, micro_batches: int) -> None:
@@ -252,7 +252,7 @@ class BatchSupply(InContext):
         """Notes what the iteration that has just committed has consumed, if micro-batches have checksums.
 
         A first or last stage notes the checksum of each micro-batch that it loads. The checksums travel with the
-        gradients that the micro-batches contribute to: to the shadow with the reduced gradients, to everybody with the
+        gradients that the micro-batches contribute to: to the shadow with the reduced gradients, to all with the
         commit. So nothing commits unaccounted, and of a role that is taken over they are of what its lost owner used.
         """
         progress = self.progress

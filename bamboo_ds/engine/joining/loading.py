@@ -43,7 +43,7 @@ class Loader(InContext):
 
     @contextmanager
     def own_checkpoint(self) -> Iterator[None]:
-        """What is loaded in the body the job has saved itself, which may have begun with a universal checkpoint."""
+        """In the body the checkpoint to load is the job's, which may have begun with a universal one."""
         self.universal = False
         try:
             yield
@@ -124,7 +124,7 @@ def _wants_state(
 
 
 def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) -> tuple[str, str] | None:
-    """Where the checkpoint is that is whole and contains most, and its name there, if the job goes on from one.
+    """The place of the whole checkpoint that contains most, and its name there, if the job goes on from one.
 
     It is the script's or one of the job's own, and may be an older one than that which members had told of, or a newer
     one. What was saved by workers that the job goes on without is found, or never gets its name. All of it is read.
@@ -164,7 +164,7 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
 
 
 def _locations(told: str, job: str, own: str | None, places: Places, problems: list[str]) -> list[Location]:
-    """Where the job's checkpoints may be, that of ``told`` first: the script's, and the job's own.
+    """The places where the job's checkpoints may be, that of ``told`` first: the script's, and the job's own.
 
     Args:
         told: a checkpoint.
@@ -199,7 +199,7 @@ def _locations(told: str, job: str, own: str | None, places: Places, problems: l
 
 
 def _script_folders(own: CheckpointPlace, problems: list[str]) -> list[Location]:
-    """Where the script saves, as the job's own checkpoints tell, also those of which something is damaged."""
+    """The folders that the script saves into, as the job's own checkpoints tell, also those with damaged ones."""
     found: dict[Location, None] = {}
     try:
         for info in reversed(own.checkpoints()):
@@ -211,7 +211,7 @@ def _script_folders(own: CheckpointPlace, problems: list[str]) -> list[Location]
 
 
 def silence_earlier_starts(epoch: CurrentEpoch, places: Places, folder: str) -> None:
-    """Earlier starts of the job publish nothing more in ``folder``, so that all members find the same there.
+    """Keeps earlier starts of the job from publishing in ``folder``, so that all members find the same there.
 
     Where this process cannot write the workers of earlier starts cannot, either.
     """

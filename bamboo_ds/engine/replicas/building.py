@@ -79,7 +79,7 @@ class StageBuilder(InContext):
 
     @property
     def resident(self) -> str | None:
-        """Why replicas stay on this member's device; ``None``: they can wait in host memory, if it has one."""
+        """The reason why replicas stay on this member's device; ``None`` if they can wait in host memory."""
         if not self.settings.redundancy.park:
             return "redundancy.park is false"
         if self.mode.eager_forward and self.mode is not RedundancyMode.AUTO:
@@ -344,7 +344,7 @@ class StageBuilder(InContext):
         runtime.optimizer = stage_optimizer(ds, self.groups, runtime)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> PristineOptimizer:
-        """What replicas' optimizers are made of: this member's own, as it is when it is first noted."""
+        """Notes the template of replicas' optimizers: this member's own, as it is when it is first noted."""
         if self._pristine is None or self._pristine.original is not optimizer:
             self._pristine = PristineOptimizer(optimizer)
         return self._pristine

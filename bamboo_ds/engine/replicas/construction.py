@@ -44,7 +44,7 @@ Moment = tuple[int, bool]
 
 @dataclass(frozen=True)
 class OfferedState:
-    """What an owner offers.
+    """The state that an owner offers.
 
     Attributes:
         moment: when it was taken.
@@ -60,7 +60,7 @@ class OfferedState:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the job has done since the copy was begun, and a snapshot may not contain.
+    """Something that the job has done since the copy was begun, and that a snapshot may not contain.
 
     Attributes:
         moment: when it was done: a snapshot of that moment contains it.
@@ -122,7 +122,7 @@ class Construction:
         return self.positions[known] if known is not None else None
 
     def scheduled_by(self, now: Pristine | None) -> Pristine | None:
-        """What the snapshot's scheduler was made of, where those of later operations are made of ``now``."""
+        """The template of the snapshot's scheduler, where those of later operations are made of ``now``."""
         replaced = next((each.replacement for each in self.kept if each.replacement is not None), None)
         return now if replaced is None else replaced.before
 
@@ -164,7 +164,7 @@ class Snapshots:
         del self._due[key]
 
     def close(self) -> None:
-        """Offers nothing any more."""
+        """Stops offering."""
         self._offers.close()
 
 

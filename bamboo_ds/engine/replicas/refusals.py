@@ -1,4 +1,4 @@
-"""What a script has given to its own stage or optimizer and replicas cannot have: found, and refused with a cure."""
+"""Refusals, with a cure, of what a script has given to its own stage or optimizer and replicas cannot have."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def check_gradients(module: nn.Module) -> None:
 
 
 def registered() -> int:
-    """How many hooks of any kind have been registered in this process; each is kept under its number."""
+    """The number of hooks registered in this process, of any kind; each is kept under its number."""
     return int(RemovableHandle.next_id)
 
 

@@ -157,7 +157,7 @@ def with_own_parts(spec: Any, copies: dict[int, Any], what: str = "a layer") -> 
 
 
 def structure_of(module: nn.Module) -> dict[str, str]:
-    """What the parts of a stage are, by their names: what all copies must have alike."""
+    """The kinds of a stage's parts, by name, which all copies must have alike."""
     found = {}
     for name, part in module.named_modules():
         own = ", its forward is one of the script's" if "forward" in vars(part) else ""

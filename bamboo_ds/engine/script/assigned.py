@@ -1,4 +1,4 @@
-"""What a script assigns after ``deepspeed.initialize``: to its engine, PipelineModule, optimizer and scheduler.
+"""Assignments of a script after ``deepspeed.initialize``: to its engine, PipelineModule, optimizer and scheduler.
 
 Each copy of a stage has objects of its own of these. An attribute is *followed* (a member gives the value to all roles
 that it has or gets, since every member's script assigns the same), *refused* with a cure, or *own*: no copy of a stage
@@ -29,7 +29,7 @@ from ..stage.tracing import content_checksum
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of an attribute that a script assigns."""
+    """The treatment of an attribute that a script assigns."""
 
     kind: str
     cure: str = ""
@@ -102,7 +102,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 
 def values_of(runtime: StageRuntime) -> Values:
-    """Of ``runtime``, whose attributes must be up to date."""
+    """The values of ``runtime``, whose attributes must be up to date."""
     own = runtime.attributes
     basic, wrapper = own.get("basic_optimizer"), own.get("optimizer")
     names = (name for name, treatment in ENGINE.items() if treatment is not OWN and name not in COUNTERS)
@@ -126,7 +126,7 @@ def without_scheduler_and_module(values: Values, before: Values) -> Values:
 
 
 def newly_assigned(values: Values, before: Values) -> Values:
-    """What of ``values`` has been assigned since they were as ``before``.
+    """Those of ``values`` that have been assigned since they were as ``before``.
 
     Raises:
         UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.
@@ -217,7 +217,7 @@ def parts_in(values: Values) -> set[str]:
 
 
 def described(values: Values) -> dict[str, str]:
-    """What members compare of what was assigned, by the attributes' names."""
+    """Assigned values as members compare them, by the attributes' names."""
     return {f"{place}.{name}": describe(value) for place, mine in values.items() for name, value in mine.items()}
 
 
@@ -265,7 +265,7 @@ NOT_ALIKE: Final = (
 
 
 def fingerprint(assigned: Mapping[str, str]) -> int:
-    """Of what :func:`described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
+    """The fingerprint of what :func:`described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
     return zlib.crc32(repr(sorted(assigned.items())).encode()) & 0xFFFFF if assigned else 0
 
 
@@ -275,7 +275,7 @@ def agree(count: int, total: float, squares: float) -> bool:
 
 
 def differing(told: Mapping[str, Mapping[str, str]]) -> str:
-    """What members that were ``told`` to have assigned something have not assigned alike, in words."""
+    """The attributes that members, by what they have ``told``, have not assigned alike, in words."""
     names = sorted({name for assigned in told.values() for name in assigned})
     found = []
     for name in names:
@@ -286,7 +286,7 @@ def differing(told: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def describe(value: Any, depth: int = _DEPTH) -> str:
-    """Equal for values that scripts on two ranks have assigned alike."""
+    """A text that is equal for values that scripts on two ranks have assigned alike."""
     if isinstance(value, SCALARS) or not depth:
         return repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     if torch.is_tensor(value):

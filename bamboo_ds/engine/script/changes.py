@@ -1,4 +1,4 @@
-"""What a script changes on its engine between two operations: counters, learning rates and the like, weights.
+"""Changes of a script on its engine between two operations: counters, learning rates and the like, weights.
 
 It changes them for the role that it runs as, and every member's script does the same; so a member gives the change of
 counters and learning rates to all its roles, replicas among them. Weights are its role's own: those that are changed
@@ -40,7 +40,7 @@ CURE = "do it in the `step` of an optimizer of your own, which all copies of a s
 
 @dataclass(frozen=True)
 class Adjustable:
-    """What a script may set, of one role.
+    """The settings that a script may change, of one role.
 
     Attributes:
         runtime: that role's.
@@ -58,7 +58,7 @@ class Adjustable:
 
     @classmethod
     def of(cls, runtime: StageRuntime) -> Adjustable:
-        """Of ``runtime``, whose attributes must be up to date."""
+        """The settings of ``runtime``, whose attributes must be up to date."""
         own = runtime.attributes
         scheduler, groups = own.get("lr_scheduler"), settings_of(own["basic_optimizer"], nested=True)
         position = None if scheduler is None else bits(scheduler.state_dict())
@@ -69,7 +69,7 @@ class Adjustable:
         return replace(self, values=without_scheduler_and_module(self.values, before))
 
     def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
-        """What has been set since ``before``.
+        """The settings that have changed since ``before``.
 
         Args:
             before: of the same role.
@@ -108,7 +108,7 @@ class Replacement:
 
     Attributes:
         before: what the one before was made of, if a script has brought it.
-        pristine: what the new one was made of; ``None``: there is none any more.
+        pristine: what the new one was made of; ``None`` without a new one.
     """
 
     before: Pristine | None
@@ -117,7 +117,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Adjusted:
-    """What a script has set between two calls.
+    """The settings that a script has changed between two calls.
 
     Attributes:
         counters: of the engine.
@@ -192,7 +192,7 @@ class Adjusted:
 
 
 class Weights:
-    """What the ``layers`` of one stage keep, as the engine has left it to the script."""
+    """The state that the ``layers`` of one stage keep, as the engine has left it to the script."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -279,12 +279,12 @@ def unchanged(what: str, layers: Layers, told: Callable[[torch.Tensor], object])
 
 
 def count_of(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
-    """Differs once ``tensor`` has been changed or replaced, other than by a method of its ``.data``."""
+    """A value that differs once ``tensor`` has been changed or replaced, other than by a method of its ``.data``."""
     return id(tensor), _count(tensor)
 
 
 def _count(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of changes, and where the elements are, which another ``.data`` has elsewhere.
+    """The count of changes, and the place of the elements, which is another one in another ``.data``.
 
     Tensors of inference mode do not count changes, and cannot be changed outside of it.
     """

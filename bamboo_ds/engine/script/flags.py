@@ -1,4 +1,4 @@
-"""What of a process decides how tensors are computed, settings and kernels: members must have the same."""
+"""Settings and kernels of a process, which decide how tensors are computed: members must have the same."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def flags_here(device: torch.device) -> dict[str, str]:
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
-    """What else decides which kernels compute on ``device``: members with others compute other bits."""
+    """Facts that decide which kernels compute on ``device``: members with others compute other bits."""
     found: dict[str, Any] = {
         "the version of torch": torch.__version__,
         "the version of CUDA (torch.version.cuda)": torch.version.cuda,
@@ -121,7 +121,7 @@ def _called(hook: Any) -> str:
 
 
 def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
-    """What a script may set so that a pass which is done again gives the same bits, by the names by which it does.
+    """Settings by which a script may have passes that are done again give the same bits, by the names that it uses.
 
     Args:
         device: on which the process computes. On CPUs torch's kernels give the same bits each time.

@@ -1,4 +1,4 @@
-"""What a script has replaced of DeepSpeed's pipelines: honoured where it means the same for every copy of a stage.
+"""Replacements of DeepSpeed's pipelines by a script: honoured where they mean the same for every copy of a stage.
 
 ========================================  ==========================================================================
 what the engine has from DeepSpeed as is  DeepSpeed looks it up as ever: replacements take effect (``_broadcast_model``)
@@ -86,7 +86,7 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Replaceable:
-    """Where DeepSpeed's own stands.
+    """A place where DeepSpeed's own code stands.
 
     Attributes:
         mapping: a class's, a module's or the instructions'.
@@ -104,7 +104,7 @@ class Replaceable:
 
     @property
     def now(self) -> Any:
-        """What is there now."""
+        """The value that is there now."""
         return self.mapping.get(self.key, _NOTHING)
 
 
@@ -125,7 +125,7 @@ def _of_module(module: ModuleType, names: tuple[str, ...]) -> Iterator[Replaceab
 
 
 def engine_places() -> list[Replaceable]:
-    """Where a replacement is refused."""
+    """The places where a replacement is refused."""
     known: Any = PipelineEngine._INSTRUCTION_MAP
     entries = (
         Replaceable(known, kind, own, f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}]", known.get(kind, _NOTHING))
@@ -141,7 +141,7 @@ def engine_places() -> list[Replaceable]:
 
 
 def schedule_places() -> list[Replaceable]:
-    """Where replacements are compared with what they replace."""
+    """The places where replacements are compared with what they replace."""
     kinds = (schedule.PipeSchedule, schedule.TrainSchedule, schedule.InferenceSchedule)
     methods = (place for kind in kinds for place in _of_class(kind, _methods(kind)))
     return [*methods, *_of_class(PipelineEngine, SCHEDULES), *_of_module(schedule, ("TrainSchedule",))]
@@ -235,7 +235,7 @@ def _as_installed() -> Any:
 
 
 def _instructions(steps: Any) -> tuple[list[Any], list[Any]]:
-    """What a schedule executes, in order. When a micro-batch is loaded makes no difference, so that stands apart."""
+    """The instructions of a schedule, in order; loads of micro-batches apart, since their time makes no difference."""
     flat = [(type(each).__name__, each.kwargs) for commands in steps.steps() for each in commands]
     loads = [each for each in flat if each[0] == schedule.LoadMicroBatch.__name__]
     return loads, [each for each in flat if each[0] != schedule.LoadMicroBatch.__name__]

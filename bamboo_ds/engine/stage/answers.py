@@ -1,4 +1,4 @@
-"""What takes the place of the collectives in an optimizer's step."""
+"""Answers in the place of the collectives in an optimizer's step."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ class ClipAnswers:
 class Refusal:
     """Refuses the collectives of code of the script that runs for one stage after the other, alone.
 
-    In a group of one rank they need nobody else, and are computed.
+    In a group of one rank they need no other member, and are computed.
 
     Attributes:
         who: calls them, for errors.
@@ -143,7 +143,7 @@ class Refusal:
 
     @classmethod
     def in_steps(cls, optimizer: torch.optim.Optimizer) -> Refusal:
-        """Of collectives of which the commit knows nothing: those that ``optimizer`` or a scheduler makes itself."""
+        """The refusal of collectives that ``optimizer`` or a scheduler makes itself: the commit knows none of them."""
         return cls(
             f"optimizer {type(optimizer).__name__} (or its hook, or its scheduler), in its step,",
             "replicas step alone, also after a loss, and cannot take part: use an optimizer whose step needs only the "

@@ -44,7 +44,7 @@ _ALL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def unchunked(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why ``optimizer`` cannot be stepped chunk by chunk; ``None``: it can."""
+    """The reason why ``optimizer`` cannot be stepped chunk by chunk, or ``None``."""
     kind = type(optimizer)
     if (kind.__module__, kind.__qualname__) not in ELEMENTWISE:
         return f"{kind.__qualname__} is none of {', '.join(sorted(name for _, name in ELEMENTWISE))}"
@@ -80,7 +80,7 @@ class _Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return (bare(self.parameter).numel() if self.end is None else self.end) - self.begin
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Piece:
         return whole if self.end is None else whole.view(-1)[self.begin : self.end]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What goes to the device, by names in the state."""
+        """The tensors that go to the device, by names in the state."""
         assert self.parameter.grad is not None
         whole = {_PARAMETER: bare(self.parameter), _GRADIENT: self.parameter.grad.detach()}
         whole.update((name, value) for name, value in self.state.items() if _is_like(self.parameter, name, value))
@@ -127,7 +127,7 @@ class _Slabs:
         return slab, places
 
     def give_back(self, slab: torch.Tensor) -> None:
-        """Nobody uses it any more."""
+        """Frees a slab for the next chunk."""
         self._free.append(slab)
 
 
@@ -136,7 +136,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], after: StreamMark | None = None) -> None:
-    """On a thread of its own: copy within the host, after ``after``."""
+    """Copies within the host, after ``after``, on a thread of its own."""
     if after is not None:
         after.synchronize()
     with torch.no_grad():
@@ -146,7 +146,7 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], afte
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What is stepped together, on its way to page-locked memory.
+    """Pieces that are stepped together, on their way to page-locked memory.
 
     Attributes:
         pieces: of parameters.
@@ -224,7 +224,7 @@ class ChunkedStep:
             yield before
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-        """What is stepped together; one without pieces where a group has nothing to step, but may count."""
+        """The chunks of a group; one without pieces where it has nothing to step, but may count."""
         pieces: list[_Piece] = []
         elements = 0
         for piece in (each for p in parameters if p.grad is not None for each in self._pieces(p)):
@@ -245,7 +245,7 @@ class ChunkedStep:
             yield replace(whole, begin=begin, end=min(begin + self.chunk, count))
 
     def _step(self, twin: Any, chunk: _Chunk, counts: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """The step of a chunk by ``twin``, which has the group of its pieces.
+        """Takes the step of a chunk by ``twin``, which has the group of its pieces.
 
         Args:
             twin: of the optimizer.

@@ -50,7 +50,7 @@ class PristineOptimizer:
                 self._blank.__dict__[name] = copy.deepcopy(value, self._known)
 
     def clone(self, module: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
-        """One more, without state, over other parameters.
+        """Another optimizer like it, without state, over other parameters.
 
         Hyperparameters of the groups, and attributes that are numbers, come later, with the owner's state.
 
@@ -120,7 +120,7 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
 
 
 def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tree:
-    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries.
+    """Counts that ``optimizer`` keeps in its attributes: numbers, arrays and text, also in lists and dictionaries.
 
     Args:
         optimizer: whose they are.

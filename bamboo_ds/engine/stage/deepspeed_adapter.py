@@ -98,7 +98,7 @@ class DeepSpeedAdapter:
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Of parameters."""
+        """The precision of parameters."""
         return "fp16" if self.engine.fp16_enabled() else "bf16" if self.engine.bfloat16_enabled() else "fp32"
 
     @property
@@ -119,15 +119,15 @@ class DeepSpeedAdapter:
         self.engine.HANDLERS[type(instruction)](self.engine, channels, **instruction.kwargs)
 
     def load_micro_batch(self, buffer_id: int) -> None:
-        """DeepSpeed's; it asks the engine's ``_next_batch`` for the batch."""
+        """Loads as DeepSpeed; it asks the engine's ``_next_batch`` for the batch."""
         self.engine._INSTRUCTION_MAP[LoadMicroBatch](self.engine, buffer_id=buffer_id)
 
     def forward_pass(self, buffer_id: int) -> None:
-        """DeepSpeed's, from ``inputs`` to ``outputs`` or ``loss``."""
+        """DeepSpeed's forward pass, from ``inputs`` to ``outputs`` or ``loss``."""
         self.engine._INSTRUCTION_MAP[ForwardPass](self.engine, buffer_id=buffer_id)
 
     def backward_pass(self, buffer_id: int) -> None:
-        """DeepSpeed's, of ``loss`` or from ``grad_layer``."""
+        """DeepSpeed's backward pass, of ``loss`` or from ``grad_layer``."""
         self.engine._INSTRUCTION_MAP[BackwardPass](self.engine, buffer_id=buffer_id)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class DeepSpeedAdapter:
         return self.engine._get_gradients_for_reduction()[0]
 
     def scales(self, pipelines: int) -> tuple[float, float]:
-        """What DeepSpeed multiplies gradients by, before and after they are summed over ``pipelines``."""
+        """The factors by which DeepSpeed multiplies gradients, before and after they are summed over ``pipelines``."""
         if not compat.averages_gradients(self.engine):
             return 1.0, 1.0
         if not self.engine.postscale_gradients():
@@ -144,7 +144,7 @@ class DeepSpeedAdapter:
         return 1.0 / factor, factor / pipelines
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
-        """DeepSpeed's; it calls the engine's ``_exec_schedule`` and ``_aggregate_total_loss``."""
+        """Trains as DeepSpeed; it calls the engine's ``_exec_schedule`` and ``_aggregate_total_loss``."""
         return PipelineEngine.train_batch(self.engine, data_iter)
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class DeepSpeedAdapter:
         self.engine._force_grad_boundary = False
 
     def step_settings(self) -> dict[str, Any]:
-        """What steps go by that is not bound to a role; scripts may change it between two iterations."""
+        """Settings of steps that are not bound to a role; scripts may change them between two iterations."""
         return {name: getattr(self.engine._config, name) for name in ("train_batch_size", "gradient_clipping")}
 
     @contextmanager
@@ -226,10 +226,10 @@ class DeepSpeedAdapter:
             self.engine._save_zero_checkpoint(folder, tag)
 
     def loading(self, state: bool) -> Loading:
-        """How checkpoints are loaded; ``state``: with the optimizer's state."""
+        """The way in which checkpoints are loaded; ``state``: with the optimizer's state."""
         universal, zero = self.engine.load_universal_checkpoint(), self.engine.zero_optimization()
         return Loading(bool(universal), bool(zero), state)
 
     def load_checkpoint(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, for the bound role."""
+        """Loads as DeepSpeed, for the bound role."""
         return PipelineEngine.load_checkpoint(self.engine, folder, tag, *args, **kwargs)

@@ -1,4 +1,4 @@
-"""What learning-rate schedulers have once for each of their optimizer's groups, of which other stages have others.
+"""Entries of learning-rate schedulers, one for each of their optimizer's groups, of which other stages have others.
 
 Lists of numbers travel with a scheduler's state. Functions cannot, so those of a copy are compared with its owner's by
 the code that they were made by and the numbers that it was given.
@@ -46,7 +46,7 @@ def fit(scheduler: Any, own: int, others: int) -> None:
 
 
 def functions_of(scheduler: Any, groups: int) -> Tree:
-    """By what the functions were made that ``scheduler`` has for each of its ``groups``."""
+    """The origins of the functions that ``scheduler`` has for each of its ``groups``."""
     return [[name, [_made_by(each) for each in value]] for _, name, value in _functions(scheduler, groups)]
 
 
@@ -95,7 +95,7 @@ def _per_group(scheduler: Any, name: str, value: Sequence[Any], groups: int) -> 
 
 
 def _made_by(function: Any) -> str:
-    """Equal for functions that were made by the same code from the same values, as far as these are plain."""
+    """A text that is equal for functions made by the same code from the same values, as far as these are plain."""
     if isinstance(function, functools.partial):
         return f"{_made_by(function.func)}({_values([*function.args, *sorted(function.keywords.items())])})"
     if inspect.ismethod(function):

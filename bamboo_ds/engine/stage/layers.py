@@ -1,4 +1,4 @@
-"""What the layers of a stage keep besides their parameters, and change in their passes.
+"""State that the layers of a stage keep besides their parameters, and change in their passes.
 
 That are buffers, what ``get_extra_state`` gives, and attributes that are numbers (counters, scales) or tensors
 (caches). A role's owner sends it with the reduced gradients of every iteration, since redundant passes change it on the
@@ -38,7 +38,7 @@ OF_ALL = frozenset(vars(nn.Module()))
 
 @dataclass
 class Changes:
-    """When the script has changed a stage between two operations.
+    """The changes of a stage by its script between two operations.
 
     Attributes:
         count: of iterations, without the first one, before which it did.
@@ -49,12 +49,12 @@ class Changes:
     last: int = -1
 
     def note(self, step: int) -> None:
-        """It does so now, after so many steps."""
+        """Notes a change after so many steps."""
         if step > self.last:
             self.count, self.last = self.count + (step > 0), step
 
     def follow(self, count: int, last: int) -> None:
-        """Another copy of the stage knows of these; it may have been told less than this one, or more."""
+        """Follows another copy of the stage, which may have been told less than this one, or more."""
         self.count, self.last = max(self.count, count), max(self.last, last)
 
 
@@ -169,7 +169,7 @@ class Layers:
         }
 
     def extra(self) -> dict[str, Tree]:
-        """What ``get_extra_state`` gives, by the layers' names.
+        """Extra state (``get_extra_state``), by the layers' names.
 
         Raises:
             UnsupportedError: it cannot be sent, as is seen the first time.
@@ -186,7 +186,7 @@ class Layers:
         return found
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-        """Of all layers, their attributes and the names of those that may be numbers or tensors."""
+        """The attributes of all layers, and the names of those that may be numbers or tensors."""
         for path, attributes in self._attributes.items():
             count, names = self._names.get(path, (0, []))
             if count != len(attributes):
@@ -219,7 +219,7 @@ class Layers:
         self.tensors.put(given, whole, self.began, device)
 
     def capture(self, parameters: Collection[str] = (), whole: bool = False) -> Tree:
-        """What the layers keep now; tensors are theirs.
+        """The state that the layers keep now; tensors are theirs.
 
         Args:
             parameters: names of parameters that are to be in it, too.
@@ -273,7 +273,7 @@ class Layers:
         return kept <= max(_LITTLE, _LITTLE_SHARE * sum(parameter.nbytes for parameter in self.parameters.values()))
 
     def undo(self) -> Tree:
-        """What :meth:`restore` makes the layers keep what they keep now again."""
+        """State with which :meth:`restore` makes the layers keep what they keep now again."""
         return copied(self.capture(whole=True))
 
     def restore(self, given: Tree) -> None:
@@ -299,7 +299,7 @@ def _computed(attributes: Mapping[str, Any]) -> set[str]:
 
 
 def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
-    """What :meth:`Layers.capture` gave here, but of layers called ``names`` what it gave elsewhere."""
+    """State as :meth:`Layers.capture` gave it here, but that of layers called ``names`` as it gave it elsewhere."""
 
     def of(name: str, whole: bool) -> Tree:
         return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
@@ -312,7 +312,7 @@ def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
 
 
 def newer(now: Numbers, before: Numbers) -> Numbers:
-    """Those of ``now`` that are not the same in ``before``."""
+    """Entries of ``now`` that are not the same in ``before``."""
     found = {}
     for path, values in now.items():
         old = before.get(path, {})

@@ -39,7 +39,7 @@ Tensors = list[torch.Tensor]
 
 
 class Stage(Protocol):
-    """What an optimizer has to know of the runtime that it belongs to; see :class:`~.runtime.StageRuntime`."""
+    """The runtime as its optimizer knows it; see :class:`~.runtime.StageRuntime`."""
 
     role: Role
     attributes: dict[str, Any]
@@ -53,7 +53,7 @@ class Stage(Protocol):
 
 
 def buckets(tensors: Tensors) -> Iterator[list[int]]:
-    """Which of ``tensors`` DeepSpeed's engine reduces together."""
+    """Lists of those of ``tensors`` that DeepSpeed's engine reduces together."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places: list[int] = []
         elements = 0
@@ -126,7 +126,7 @@ class StageOptimizer(ABC):
         return True
 
     def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        """Copies of the sums of gradients of ``parameters`` so far; ``None``: nothing has been added."""
+        """Copies of the sums of gradients of ``parameters`` so far; ``None`` if nothing has been added."""
         return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
@@ -143,7 +143,7 @@ class StageOptimizer(ABC):
         return found
 
     def _places(self) -> dict[int, int]:
-        """Where the gradients of parameters are in what :meth:`local` gives."""
+        """Places of the gradients of parameters in what :meth:`local` gives."""
         return {id(p): i for i, p in enumerate(self._runtime.trainable())}
 
     def average(self, sums: Sequence[Tensors], shares: Shares | None) -> Tensors:
@@ -165,7 +165,7 @@ class StageOptimizer(ABC):
         return total
 
     def _average_of_shares(self, flats: Sequence[torch.Tensor], shares: Shares) -> torch.Tensor:
-        """As DeepSpeed's engine rounds and scales before and after the reduction."""
+        """Rounds and scales as DeepSpeed's engine before and after the reduction."""
         before, after = self._ds.scales(shares.count)
         flats = [flat.to(self._ds.communication_data_type) for flat in flats]
         if before != 1.0:
@@ -175,10 +175,10 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def measure(self, reduced: Tensors) -> Measured:
-        """What the commit has to know. Without communication; the engine answers collectives by a recorder."""
+        """Facts for the commit. Without communication; the engine answers collectives by a recorder."""
 
     def keep(self, reduced: Tensors) -> Tensors:
-        """What the step of this role needs of the reduced gradients, for its owner and its shadow alike."""
+        """The part of the reduced gradients that this role's step needs, for its owner and its shadow alike."""
         return reduced
 
     def apply(self, kept: Tensors) -> None:
@@ -204,7 +204,7 @@ class StageOptimizer(ABC):
         forget_backward(self.wrapper)
 
     def release(self) -> None:
-        """The runtime is none of this member's any more: let its memory go."""
+        """Releases memory: the runtime is none of this member's any more."""
         # Some optimizers hook into the graph, and what hooks refer to no garbage collector finds.
         destroy = getattr(self.wrapper, "destroy", None)
         if callable(destroy):
@@ -276,7 +276,7 @@ class StageOptimizer(ABC):
 
 
 class NoOptimizer(StageOptimizer):
-    """Of an engine that evaluates only: the script has given no optimizer (yet), so nothing is stepped or copied."""
+    """Stands for none: the script has given no optimizer (yet) and evaluates only, so nothing is stepped or copied."""
 
     norms = 0
     skips = False

@@ -1,4 +1,4 @@
-"""Of states that scripts' objects give, what can be sent to a copy of a stage; the rest the copy has of its own."""
+"""The parts of scripts' objects' states that can be sent to a copy of a stage; the rest the copy has of its own."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def portable(value: Any) -> Tree:
 
 
 def completed(given: Tree, own: Any) -> Any:
-    """What :func:`portable` has ``given`` elsewhere, of the types that a copy's ``own`` has, with what was not sent."""
+    """The state ``given`` by :func:`portable` elsewhere, in the types of a copy's ``own``, with what was not sent."""
     if isinstance(given, Mapping) and isinstance(own, Mapping):
         kept = {key: each for key, each in own.items() if key not in given and not travels(each)}
         found: Any = {} if type(own) is dict else copy.copy(own)

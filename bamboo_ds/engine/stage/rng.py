@@ -30,7 +30,7 @@ GENERATORS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.ra
 
 
 class Drawing(str, Enum):
-    """What draws random numbers; the value is a part of the key."""
+    """The uses of random numbers; the value is a part of the key."""
 
     FORWARD = ""
     BACKWARD = "backward"
@@ -173,7 +173,7 @@ def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
 
     Args:
         module: the module.
-        before: forward passes before this one, had all passes of the role run here; ``None``: it is a backward pass.
+        before: forward passes before this one, had all passes of the role run here; ``None`` in a backward pass.
     """
     if not module.seed_layers:
         yield

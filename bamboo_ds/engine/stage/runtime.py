@@ -104,7 +104,7 @@ class StageRuntime:
         self.share = Share(self.blocks, {})
 
     def device(self, own: torch.device) -> torch.device:
-        """Where its tensors are, on a member whose device is ``own``."""
+        """The device of its tensors, on a member whose device is ``own``."""
         return HOST if self.parked else own
 
     @property

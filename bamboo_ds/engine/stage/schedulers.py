@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_step(scheduler: Any, samples: int) -> None:
-    """A step as DeepSpeed's engine takes it.
+    """Takes a step as DeepSpeed's engine does.
 
     Args:
         samples: of the iteration, for schedulers that count them.
@@ -92,7 +92,7 @@ class Pristine:
             ) from error
 
     def clone(self, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> Any:
-        """One more, that drives ``optimizer``, whose groups are set as before a first step.
+        """Another scheduler, which drives ``optimizer``, whose groups are set as before a first step.
 
         Raises:
             UnsupportedError: none can be made for these groups.
@@ -137,7 +137,7 @@ class _Original:
     wrapper: Any
 
     def driving(self, optimizer: Any, wrapper: Any) -> dict[int, Any]:
-        """What a copy of it that drives ``optimizer`` refers to, by the ``id`` of what it refers to itself."""
+        """Referents of a copy that drives ``optimizer``, by the ``id`` of its own."""
         around = {} if self.wrapper is None else {id(self.wrapper): wrapper}
         return {**around, id(self.optimizer): optimizer}
 
@@ -225,13 +225,13 @@ class SchedulerPosition:
 
     @classmethod
     def of(cls, runtime: Scheduled) -> SchedulerPosition:
-        """Of what ``runtime`` has. Its attributes must be up to date."""
+        """The position of ``runtime``, whose attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
         state = copy.deepcopy(portable(scheduler.state_dict())) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
     def assure(self, runtime: Scheduled) -> None:
-        """The same as :meth:`restore`, where ``runtime`` is not there already."""
+        """Does as :meth:`restore`, where ``runtime`` is not there already."""
         if SchedulerPosition.of(runtime) != self:
             self.restore(runtime)
 
@@ -244,7 +244,7 @@ class SchedulerPosition:
 
 
 def capture_scheduler(runtime: Scheduled) -> Tree:
-    """What a copy of the scheduler of ``runtime`` must have; ``None`` if there is none."""
+    """The state that a copy of the scheduler of ``runtime`` must have, or ``None`` without one."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
     if scheduler is None:
         return None

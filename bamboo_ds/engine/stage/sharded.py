@@ -250,7 +250,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @property
     def _attribute(self) -> str:
-        """Where gradients of a parameter add up; what DeepSpeed gives to the reduction older versions have rounded."""
+        """The attribute in which gradients add up; what DeepSpeed gives to the reduction older versions round."""
         return "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad"
 
     def _places(self) -> dict[int, int]:
