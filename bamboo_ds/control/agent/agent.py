@@ -347,20 +347,20 @@ class Agent:
 
     def _plan_progress(self) -> None:
         """Has etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
-        now, told = self._progress, self._written
+        now, written = self._progress, self._written
         if now is None:
             return
-        if now.checkpoint != told.checkpoint:
+        if now.checkpoint != written.checkpoint:
             self._progress_due = time.monotonic()  # a fatal loss may come next
-        elif self._progress_due is None and (now.doing != told.doing or (self._speaks and now.step != told.step)):
+        elif self._progress_due is None and (now.doing != written.doing or (self._speaks and now.step != written.step)):
             self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
 
     def _write_progress(self) -> None:
         self._progress_due = None
         if self._progress is not None:
             self._written = self._progress
-            told = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
-            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **told)
+            fields = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
+            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **fields)
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------

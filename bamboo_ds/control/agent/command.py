@@ -94,14 +94,14 @@ def as_local_rank(command: Sequence[str], rank: int | str) -> tuple[str, ...]:
     """``command`` with ``rank`` in its option for local ranks, if it has one: DeepSpeed refuses another one than
     ``LOCAL_RANK``.
     """
-    told = list(command)
-    for at, argument in enumerate(told):
+    arguments = list(command)
+    for at, argument in enumerate(arguments):
         name, equals, _ = argument.partition("=")
         if name in LOCAL_RANK_OPTIONS and equals:
-            told[at] = f"{name}={rank}"
-        elif name in LOCAL_RANK_OPTIONS and at + 1 < len(told):
-            told[at + 1] = str(rank)
-    return tuple(told)
+            arguments[at] = f"{name}={rank}"
+        elif name in LOCAL_RANK_OPTIONS and at + 1 < len(arguments):
+            arguments[at + 1] = str(rank)
+    return tuple(arguments)
 
 
 def place_variables(rank: int, size: int | str, address: str, port: int) -> dict[str, str]:

@@ -334,11 +334,11 @@ class Coordinator:
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
-            found = Mirror(self._store.get_prefix(Keys.PLAN), mirror)
-            self._register(found)
+            newest = Mirror(self._store.get_prefix(Keys.PLAN), mirror)
+            self._register(newest)
             if self._keeper.lease is None:
                 # The watch will bring the plan that evicts us, or one that is newer than what was found.
-                return None if member.is_out(found.plan) else self._clock() + _RETRY_S
+                return None if member.is_out(newest.plan) else self._clock() + _RETRY_S
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))

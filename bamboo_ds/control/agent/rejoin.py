@@ -132,7 +132,7 @@ class Rejoin:
             logger.error("cannot come back: %s", error)
             self._slot.end()
             return
-        told = dataclasses.asdict(vacancy)
-        found = dataclasses.replace(settings, **told, restart_from=None, extra={}, rejoins=self._rejoins + 1)
-        logger.warning("coming back into the job, as slot %d", found.slot)
-        self._slot.start_with(found)
+        fields = dataclasses.asdict(vacancy)
+        renewed = dataclasses.replace(settings, **fields, restart_from=None, extra={}, rejoins=self._rejoins + 1)
+        logger.warning("coming back into the job, as slot %d", renewed.slot)
+        self._slot.start_with(renewed)

@@ -245,8 +245,8 @@ class Slot:
     def _left(
         self, outcome: str, reason: str, detail: str, code: int, since: float, **more: int | str | None
     ) -> LeftRecord:
-        told = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "since": since, **more}
-        return LeftRecord.model_validate({"id": self._member, "slot": self.settings.slot, "boot": boot_id(), **told})
+        fields = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "since": since, **more}
+        return LeftRecord.model_validate({"id": self._member, "slot": self.settings.slot, "boot": boot_id(), **fields})
 
     def _exit(self, status: int, hung: bool) -> Exit:
         """The way in which a worker with ``status`` has ended; ``hung``: it was killed for that."""

@@ -72,16 +72,16 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
         self._tether = _make_tether()
-        told, tied = {ENV_FD: str(theirs.fileno())}, list[int]()
+        variables, tied = {ENV_FD: str(theirs.fileno())}, list[int]()
         if self._tether is not None:
-            told[ENV_TETHER] = str(self._tether.fd)
+            variables[ENV_TETHER] = str(self._tether.fd)
             tied.append(self._tether.fd)
         with theirs, self._tether or contextlib.nullcontext():
             try:
                 # The worker holds accelerators and ports: without its agent it could not be ended.
                 self._process = subprocess.Popen(
                     argv,
-                    env={**env, **told},
+                    env={**env, **variables},
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
