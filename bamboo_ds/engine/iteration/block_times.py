@@ -59,18 +59,18 @@ class BlockTimes:
     def end_iteration(self, seconds: float) -> bool:
         """Notes the end of an iteration after ``seconds``; returns whether there is something new to tell."""
         self._iterations.append(seconds)
-        found: dict[_Block, float] = {}
+        by_block: dict[_Block, float] = {}
         for (role, begin, end), backwards in self._backward.items():
             blocks = [(role, block) for block in range(begin, end)]
             if not all(self._forward[block] for block in blocks):
                 continue
             forwards = [median(self._forward[block]) * len(backwards) for block in blocks]
             times = 1 + median(backwards) * len(backwards) / max(sum(forwards), 1e-9)
-            found.update(((role.stage, begin + n), forward * times) for n, forward in enumerate(forwards))
+            by_block.update(((role.stage, begin + n), forward * times) for n, forward in enumerate(forwards))
         self._forward.clear()
         self._backward.clear()
-        self._computed = frozenset(found)
-        for block, taken in found.items():
+        self._computed = frozenset(by_block)
+        for block, taken in by_block.items():
             if block not in self._latest:
                 self._latest[block] = deque(maxlen=_ITERATIONS)
                 continue

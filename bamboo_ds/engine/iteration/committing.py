@@ -86,10 +86,10 @@ class Commits(InContext):
             UnsupportedError: others differ.
         """
         joined = self.job.channel.joiner
-        found = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
-        first = {member: assigned for member, (late, assigned) in found.items() if not late}
+        answers = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
+        first = {member: assigned for member, (late, assigned) in answers.items() if not late}
         if not first or differing(first):
-            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
+            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in answers.items()})}")
         if self.progress.script.assigned not in first.values():
             raise Isolated(
                 f"this member's script, which came to the job later, has assigned other things than those of the "
@@ -156,12 +156,12 @@ class Commits(InContext):
 
         A copy that waits for a later plan is no shadow's, of which there is one.
         """
-        found: dict[tuple[Role, bool], int] = {}
+        checksums: dict[tuple[Role, bool], int] = {}
         for role, runtime in self.binding.runtimes.items():
             counts = runtime.owned or (
                 self.epoch.plan.shadow(role) == self.epoch.member
                 and (runtime.verification.valid or role in self.differing)
             )
             if counts and runtime.verification.shared is not None:
-                found[role, runtime.owned] = runtime.verification.shared
-        return found
+                checksums[role, runtime.owned] = runtime.verification.shared
+        return checksums

@@ -99,7 +99,7 @@ class Division(InContext):
     def send_changes(self) -> None:
         """Sends what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
-        told = None
+        changes = None
         if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.script.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
@@ -107,17 +107,17 @@ class Division(InContext):
                 layers |= {
                     name: first[name] for name in ("buffers", "extra", "extra_on", "numbers", "tensors", "whole")
                 }
-            told = copied({"layers": layers, "trains": runtime.trains()})
+            changes = copied({"layers": layers, "trains": runtime.trains()})
         channel = self.epoch.channels[Stream.CHANGES, runtime.role]
-        channel.send(self.progress.sequence, as_message(told))
+        channel.send(self.progress.sequence, as_message(changes))
 
     def receive_changes(self, role: Role) -> None:
         """Receives the same of ``role``, before any pass of it."""
         channel, runtime = self.epoch.channels[Stream.CHANGES, role], self.binding.runtimes[role]
-        told = from_message(channel.recv(self.progress.sequence))
-        if told is not None and not runtime.share.begun:
-            runtime.layers.restore(told["layers"])
-            runtime.train_only(told["trains"])
+        changes = from_message(channel.recv(self.progress.sequence))
+        if changes is not None and not runtime.share.begun:
+            runtime.layers.restore(changes["layers"])
+            runtime.train_only(changes["trains"])
 
     # -- gradients ----------------------------------------------------------------------------------------
 
@@ -127,7 +127,7 @@ class Division(InContext):
         (part,) = runtime.share.parts
         sums, optimizer = self.reduction.own_sums(runtime), runtime.optimizer
         _, last = runtime.at_ends(part, self.epoch.layout.stages)
-        told = {
+        message = {
             "losses": self.reduction.losses() if last else None,
             "consumed": runtime.results.consumed,
             "gradients": [
@@ -135,7 +135,7 @@ class Division(InContext):
             ],
             "layers": runtime.layers.capture(),
         }
-        self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(told))
+        self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(message))
 
     def receive_part(self) -> None:
         """Receives the same for the bound role."""
@@ -143,14 +143,14 @@ class Division(InContext):
         payload = self.epoch.channels[Stream.PART, runtime.role].recv(self.progress.sequence)
         if runtime.results.reduced is not None:
             return  # it was reduced before a loss
-        told = from_message(payload)
-        given = zip(self._parameters(runtime.role), told["gradients"], strict=True)
+        message = from_message(payload)
+        given = zip(self._parameters(runtime.role), message["gradients"], strict=True)
         gradients = {id(parameter): gradient for parameter, gradient in given if gradient is not None}
-        runtime.share.received = PartSums(gradients, told["losses"])
-        runtime.results.consumed.update(told["consumed"])
+        runtime.share.received = PartSums(gradients, message["losses"])
+        runtime.results.consumed.update(message["consumed"])
         changed = self.progress.script.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
-        runtime.results.layers = merged(runtime.layers.capture(changed), told["layers"], names)
+        runtime.results.layers = merged(runtime.layers.capture(changed), message["layers"], names)
 
     def _lent(self, role: Role) -> tuple[int, int]:
         """The blocks that the shadow of ``role`` computes."""

@@ -365,8 +365,8 @@ class ExactChecks(InContext):
         for role in channels.reported:
             if self.epoch.owns(role):
                 runtime, began = self.binding.runtimes[role], self._began.get(role, {})
-                told = [newer(found(runtime), began) for found in (beside_steps, beside_layers)]
-                channels[Stream.REPORT, role].send(self.progress.sequence, as_message(told))
+                contents = [newer(beside(runtime), began) for beside in (beside_steps, beside_layers)]
+                channels[Stream.REPORT, role].send(self.progress.sequence, as_message(contents))
         for role in channels.reported:
             if not self.epoch.shadows(role):
                 continue
@@ -409,8 +409,8 @@ class ExactChecks(InContext):
         rank = self.epoch.layout.rank
         asked: dict[int, list[str]] = {}
         mine = {rank(role): names for role, (_, names) in self._suspected.items()}
-        for told in self.epoch.agreement.exchange(mine).values():
-            asked.update((int(place), names) for place, names in told.items())
+        for theirs in self.epoch.agreement.exchange(mine).values():
+            asked.update((int(place), names) for place, names in theirs.items())
         for role, facts in owned.items():
             if rank(role) in asked:
                 self._send(channels, role, {n: facts[n] for n in asked[rank(role)] if n in facts})

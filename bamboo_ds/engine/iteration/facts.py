@@ -126,21 +126,21 @@ def suspects(mine: Facts, theirs: Facts) -> list[str]:
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
     """The owner's facts that differ from ``mine``, in their order, and by how much where that is a number."""
-    found = []
+    differing = []
     for name in {**theirs, **mine}:
         if name not in mine or name not in theirs:
-            found.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
+            differing.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
             continue
         own, other = mine[name], theirs[name]
         if not torch.is_tensor(own) or not torch.is_tensor(other):
             if own is not other and (torch.is_tensor(own) or torch.is_tensor(other) or own != other):
-                found.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
+                differing.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
         elif (own.dtype, own.shape) != (other.dtype, other.shape):
             kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (own, other)]
-            found.append(f"{name} ({' instead of '.join(kinds)})")
+            differing.append(f"{name} ({' instead of '.join(kinds)})")
         elif checksum(own) != checksum(other):
-            found.append(f"{name} (by up to {_apart(own, other)[0]:.3g})")
-    return found
+            differing.append(f"{name} (by up to {_apart(own, other)[0]:.3g})")
+    return differing
 
 
 def only_rounded(mine: Facts, theirs: Facts) -> bool:

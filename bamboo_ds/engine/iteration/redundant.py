@@ -182,10 +182,10 @@ class RedundantPasses(InContext):
             return
         before, forward = self.binding.current, kind == "forward"
         m = replica.share.part.forwards if forward else replica.share.part.backwards
-        told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
+        span_kind = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
         reason, dropped = "", 0
         try:
-            with self.recording.span(told, replica.role, m):
+            with self.recording.span(span_kind, replica.role, m):
                 self._run(replica, kind)
         except torch.OutOfMemoryError as error:
             dropped, reason = replica.share.part.forwards, str(error).splitlines()[0]
@@ -198,9 +198,9 @@ class RedundantPasses(InContext):
         """Gives up the redundant passes of this iteration, after ``what`` of ``replica``: they took too much memory."""
         self._exhausted = True
         self.binding.refresh()
-        for each in self.binding.replicas():
-            if each.results.reduced is None and not each.share.helps:
-                each.begin_again()
+        for other in self.binding.replicas():
+            if other.results.reduced is None and not other.share.helps:
+                other.begin_again()
         self.binding.reload()
         release_cache(self.ds.device)
         logger.warning("role %s: %s exhausted the memory: %s", replica.role, what, reason)

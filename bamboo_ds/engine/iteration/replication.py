@@ -107,7 +107,7 @@ class Replication(InContext):
         assert results.reduced is not None and results.measured is not None
         changed = self.progress.script.changed if runtime is self.binding.local else ()
         named = self.mismatches.has(runtime.role, self.progress.steps) or verification.shared is not None
-        told = StepMessage(
+        message = StepMessage(
             results.reduced,
             # An heir that has done no passes of its own passes on what the lost owner's layers keep.
             runtime.layers.capture(changed) if results.layers is None else results.layers,
@@ -118,7 +118,7 @@ class Replication(InContext):
             verification.checksum,
             verification.tensors if named and verification.checksum is not None else [],
         )
-        payload = as_message(vars(told))
+        payload = as_message(vars(message))
         for channel in self.epoch.channels.of(Stream.REPLICA, runtime.role):
             channel.send(self.progress.sequence, payload)
 
@@ -132,24 +132,24 @@ class Replication(InContext):
             self.binding.runtimes[role].catch_up()
         channel = self.epoch.channels.replica(role, self.epoch.member)
         payload = self.boundaries.receive(channel, self.progress.sequence, (role, "replica", None), parked)
-        told = StepMessage(**from_message(payload))
+        message = StepMessage(**from_message(payload))
         same = self.epoch.channels.to(Stream.TOLD, role, self.epoch.member)
         assert same is not None
         same.discard(self.progress.sequence + 1)
         construction = self.constructions.get(role)
-        measured = Measured(*told.measured)
-        results = Results({}, told.reduced, measured, told.loss, told.layers, told.consumed)
+        measured = Measured(*message.measured)
+        results = Results({}, message.reduced, measured, message.loss, message.layers, message.consumed)
         if construction is not None:
-            construction.incoming = results, told.trained
+            construction.incoming = results, message.trained
             return
         replica = self.binding.runtimes[role]
-        replica.layers.changes.follow(*told.layers["changes"])
-        if told.trained:
-            replica.train_only(told.trained)
+        replica.layers.changes.follow(*message.layers["changes"])
+        if message.trained:
+            replica.train_only(message.trained)
         replica.results = results
         verification = replica.verification
-        if told.checksum is not None and verification.checksum is not None and verification.valid:
-            self._compare(replica, told.checksum, told.tensors)
+        if message.checksum is not None and verification.checksum is not None and verification.valid:
+            self._compare(replica, message.checksum, message.tensors)
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
         """Compares the replica with its owner's checksum, and with those of its tensors where they are told."""

@@ -195,9 +195,9 @@ class PartialSums(InContext):
             runtime = self.binding.runtimes.get(role)
             for sequence, payload in channel.take(runtime is None or runtime.parked):
                 if sequence == self.progress.sequence:
-                    told = from_message(payload)
-                    place = role, told.pop("begin"), told.pop("end")
-                    self._hold(place, Sums(**told))
+                    fields = from_message(payload)
+                    place = role, fields.pop("begin"), fields.pop("end")
+                    self._hold(place, Sums(**fields))
 
     def _hold(self, place: _Place, sums: Sums) -> None:
         held = self._held[place]

@@ -172,8 +172,8 @@ class ScriptCalls(InContext):
             return False
         if self._parts:
             local.layers.look_again()
-        told = described(changed.values)
-        self.progress.script.assigned.update(told)
+        assigned = described(changed.values)
+        self.progress.script.assigned.update(assigned)
         if changed.replacement is not None:
             local.pristine = changed.replacement.pristine
         joins = self.job.channel.joiner and self.progress.script.behind
@@ -187,7 +187,7 @@ class ScriptCalls(InContext):
                 changed.give(runtime)
         self.binding.reload()
         self.copies.follow_settings(changed)
-        return bool(told)
+        return bool(assigned)
 
     def _follow_weights(self) -> bool:
         """Notes whether the script has changed its stage, for the holders of the stage's replica.

@@ -232,13 +232,13 @@ class Training(InContext):
         Raises:
             ReplicaDiffers: it is to end the job (``redundancy.on_mismatch``).
         """
-        found = dict(self.iteration.replication.differing)
+        differing = dict(self.iteration.replication.differing)
         self.iteration.replication.differing.clear()
         optimizer = type(self.binding.local.optimizer.inner).__name__
         for role in lasting:
-            if role not in found:
+            if role not in differing:
                 continue  # another member's, or told of before
-            error = ReplicaDiffers(role.pipeline, role.stage, found[role], optimizer)
+            error = ReplicaDiffers(role.pipeline, role.stage, differing[role], optimizer)
             if not self.settings.redundancy.bears:
                 raise error
             logger.error("%s", error)

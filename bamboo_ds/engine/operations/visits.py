@@ -97,8 +97,8 @@ class StageVisits(InContext):
             if runtime.role not in self._results:
                 self._results[runtime.role] = self._call(runtime)
         mine = {rank(each.role): each.trains() for each in self.binding.owned() if each.role in self._frozen}
-        told = self.epoch.agreement.exchange(mine).values()
-        self._trains = {self.epoch.layout.role(int(r)): on for each in told for r, on in each.items()}
+        answers = self.epoch.agreement.exchange(mine).values()
+        self._trains = {self.epoch.layout.role(int(r)): on for trains in answers for r, on in trains.items()}
         self.commit()
 
     def _call(self, runtime: StageRuntime) -> Any:

@@ -60,11 +60,11 @@ class Announcements(InContext):
         # What the script has assigned is compared where it is known that nothing follows: in an operation.
         sequence = self.progress.sequence if self.progress.called else _BETWEEN
         assigned = sequence, fingerprint(self.progress.script.assigned)
-        told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
+        message = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         try:
             for channel in self.epoch.channels.of(Stream.TOLD, self.binding.local.role):
                 if channel.source == self.epoch.member:
-                    channel.send(self.progress.sequence, told)
+                    channel.send(self.progress.sequence, message)
             self.epoch.drain()
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
@@ -82,9 +82,9 @@ class Announcements(InContext):
             return
         for replica in self.binding.replicas():
             channel = self.epoch.channels.to(Stream.TOLD, replica.role, self.epoch.member)
-            for _, told in channel.take() if channel else ():
-                assert isinstance(told, torch.Tensor)
-                step, changed, sequence, assigned, *trained = told.tolist()
+            for _, message in channel.take() if channel else ():
+                assert isinstance(message, torch.Tensor)
+                step, changed, sequence, assigned, *trained = message.tolist()
                 self.progress.script.told_assigned[replica.role] = sequence, assigned
                 if changed:
                     replica.layers.changes.note(step)
@@ -110,13 +110,13 @@ class Announcements(InContext):
         roles = role_changes(plan, reports, decision)
         self.progress.script.known_changes = {role: each.changes for role, each in roles.items()}
         step = max(report.steps for report in reports.values())
-        for found, what in (
+        for refused, what in (
             (lacking(roles, step) if plan.interrupts() else [], "what the script has just changed in "),
             (abandoned(roles, step), "the script that changes "),
         ):
-            if found:
+            if refused:
                 self.job.channel.need_every_rank()  # or the restart would end in the same way
-                places = [(role.pipeline, role.stage) for role in found]
+                places = [(role.pipeline, role.stage) for role in refused]
                 raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
 
 
@@ -137,14 +137,14 @@ class RoleChanges:
 
 def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role, RoleChanges]:
     """The changes of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
-    found = {}
+    changes = {}
     for report in reports.values():
-        for each in report.roles:
-            role = Role(*each.role)
+        for role_report in report.roles:
+            role = Role(*role_report.role)
             away = plan.script_rank(plan.owner(role)) != plan.world.rank(role)
             delivered = decision.mode == "commit" or decision.progress[role].reduced
-            found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
-    return found
+            changes[role] = RoleChanges(role_report.changes, role_report.state_only and away, delivered)
+    return changes
 
 
 def lacking(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:

@@ -273,13 +273,13 @@ class Copies(InContext):
 
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
-            found = construction.arrived()
-            if found is None:
+            snapshot = construction.arrived()
+            if snapshot is None:
                 return
-            construction.forget(found.moment)
+            construction.forget(snapshot.moment)
             pristine = construction.scheduled_by(self.binding.local.pristine)
-            construction.runtime = self._build(construction.role, found.state, pristine)
-            construction.follows = construction.position(found.moment) == SchedulerPosition.of(construction.runtime)
+            construction.runtime = self._build(construction.role, snapshot.state, pristine)
+            construction.follows = construction.position(snapshot.moment) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):

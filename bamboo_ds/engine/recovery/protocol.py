@@ -90,8 +90,8 @@ class RecoveryProtocol(InContext):
             self.saves.follow(plan)
             self.progress.seen = self.progress.seen.plus(0.0, int(bool(plan.lost)))
         with self.recording.span(Kind.AGREE):
-            told = self.epoch.agreement.exchange(self.report().model_dump_json())
-            reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
+            texts = self.epoch.agreement.exchange(self.report().model_dump_json())
+            reports = {member: MemberReport.model_validate_json(text) for member, text in texts.items()}
             plan = self.epoch.plan = self.copies.planned(plan, reports)
             decision = self._decide(plan, reports)
             logger.info("agreed to %s operation %d", decision.mode, decision.step)

@@ -149,16 +149,16 @@ def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collecti
         micro_batches: of an iteration.
         tied: stages that hold weights of other stages, too.
     """
-    told = {member: report for member, report in reports.items() if not report.joining}
-    step = max((report.step for report in told.values()), default=0)
+    present = {member: report for member, report in reports.items() if not report.joining}
+    step = max((report.step for report in present.values()), default=0)
     records = {}
-    for member, report in told.items():
-        roles = {Role(*each.role): _progress(plan, each, report.step, told, step) for each in report.roles}
+    for member, report in present.items():
+        roles = {Role(*each.role): _progress(plan, each, report.step, present, step) for each in report.roles}
         records[member] = MemberProgress(report.step, report.entered, roles, report.commit)
-    found = decide(records, plan.world)
-    if found.mode == "commit" and all(report.repeatable for report in reports.values()):
-        return found
-    return replace(found, mode="resume", progress=settle(plan.world, micro_batches, found.progress, tied))
+    decision = decide(records, plan.world)
+    if decision.mode == "commit" and all(report.repeatable for report in reports.values()):
+        return decision
+    return replace(decision, mode="resume", progress=settle(plan.world, micro_batches, decision.progress, tied))
 
 
 def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest: int) -> RoleProgress:
