@@ -118,8 +118,8 @@ class Agreement:
         up, down = key + b"/up", key + b"/down"
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         if tree.children:
-            found = self._collect(operation, up, tree, tree.children, deadline, timeout)
-            payload = merge([payload, *found])
+            parts = self._collect(operation, up, tree, tree.children, deadline, timeout)
+            payload = merge([payload, *parts])
         if tree.parent is not None:
             self._links.send(tree.parent, up, 0, payload)
             (payload,) = self._collect(operation, down, tree, [tree.parent], deadline, timeout)
@@ -144,9 +144,9 @@ class Agreement:
                 if missing:
                     who = ", ".join(tree.told(each) for each in missing)
                     raise NotMet(f"Timed out waiting {timeout} in {operation} for {who}", missing)
-            found = {message.source: message for message in inbox}
+            messages = {message.source: message for message in inbox}
             self._links.drop(key)
-        return [found[member].payload() for member in members]
+        return [messages[member].payload() for member in members]
 
     def _await_from(
         self, operation: str, inbox: deque[PeerMessage], member: str, members: Sequence[str], deadline: float | None

@@ -143,10 +143,10 @@ class Links:
 
     def inbox(self, key: bytes, newest: int | None = None) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first, at most the ``newest``. Hold :attr:`changed` to look or take."""
-        found = self._inbox.setdefault(key, deque(maxlen=newest))
-        if found.maxlen != newest:  # some came before it was known how many are wanted
-            found = self._inbox[key] = deque(found, newest)
-        return found
+        messages = self._inbox.setdefault(key, deque(maxlen=newest))
+        if messages.maxlen != newest:  # some came before it was known how many are wanted
+            messages = self._inbox[key] = deque(messages, newest)
+        return messages
 
     def send(self, member: str, key: bytes, sequence: int, payload: Payload | Staged, yields: bool = False) -> Ticket:
         """Sends a message to another member; returns at once.

@@ -127,7 +127,7 @@ def _state(opened: socket.socket) -> int:
 
 def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
     """Local and remote endpoint by inode of all sockets in state SYN_SENT."""
-    found = {}
+    endpoints = {}
     for table in _TCP_TABLES:
         try:
             with open(table) as lines:
@@ -136,8 +136,8 @@ def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
             continue
         for row in rows:
             if int(row[3], 16) == _SYN_SENT:
-                found[int(row[9])] = (_parse(row[1]), _parse(row[2]))
-    return found
+                endpoints[int(row[9])] = (_parse(row[1]), _parse(row[2]))
+    return endpoints
 
 
 def _parse(text: str) -> Endpoint:

@@ -93,15 +93,15 @@ class Offer:
         if number == 0:
             return payloads.tensor_of(self._head)
         begin = (number - 1) * PIECE
-        found = torch.empty(self.size(number), dtype=torch.uint8)
-        target = payloads.view(found)
+        data = torch.empty(self.size(number), dtype=torch.uint8)
+        target = payloads.view(data)
         place = bisect_right(self._ends, begin)
         while len(target):
             view = self._views[place]
             some = view[begin - self._ends[place] + view.nbytes :][: len(target)]
             target[: len(some)] = some
             target, begin, place = target[len(some) :], begin + len(some), place + 1
-        return found
+        return data
 
 
 @dataclass
@@ -168,12 +168,12 @@ class Offers:
             UnsupportedError: a tensor that cannot be sent.
             TransferError: this worker offers nothing any more.
         """
-        found = Offer(next(self._numbers), text, tensors, paced=True)
+        offer = Offer(next(self._numbers), text, tensors, paced=True)
         with self._lock:
             if self._closed:
                 raise TransferError(f"{key!r} cannot be offered: this worker offers nothing any more")
             self._withdraw(key)
-            self._offers[key] = found
+            self._offers[key] = offer
             self._look_again()
 
     def withdraw(self, key: str) -> None:

@@ -220,8 +220,8 @@ class Adapter:
             gather = lambda begin, end: self._shares(flat[begin:end])  # noqa: E731
             total = reduced(flat, len(self._hosts), options.reduceOp, self._order, gather)
             if wanted:
-                for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
-                    _copy(bare(tensor), found)
+                for tensor, result in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
+                    _copy(bare(tensor), result)
 
         return Several([]), reduce
 

@@ -169,8 +169,8 @@ class ScriptMessages:
         Raises:
             EpochChanged: another loss.
         """
-        told = {member: (place, _DOUBTFUL) for member, place in missed.items() if place is not None}
-        self._missed = {**told, **self._missed}
+        doubtful = {member: (place, _DOUBTFUL) for member, place in missed.items() if place is not None}
+        self._missed = {**doubtful, **self._missed}
         with self._lock:
             self._agree(had)
 

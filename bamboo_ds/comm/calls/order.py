@@ -101,13 +101,13 @@ def combined(shares: Sequence[torch.Tensor], ranks: Sequence[int], operator: Any
     """The ``shares`` combined by ``operator``, one after the other as ``ranks`` have it; they stay."""
     combine, average = combination(operator)
     first, *others = ranks
-    found = shares[first]
+    total = shares[first]
     for rank in others:
-        found = combine(shares[rank], found)
+        total = combine(shares[rank], total)
     if not average:
-        return found
-    exact = found.is_floating_point() or found.is_complex()
-    return torch.div(found, len(shares), rounding_mode=None if exact else "trunc")
+        return total
+    exact = total.is_floating_point() or total.is_complex()
+    return torch.div(total, len(shares), rounding_mode=None if exact else "trunc")
 
 
 def combination(operator: Any) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]:

@@ -78,8 +78,8 @@ class Ordered:
             self._do(self._inner._allgather_base(given, part, gather))
             flat[begin:end] = given[: end - begin]
         if wanted and not in_place:
-            for tensor, found in zip(tensors, flat.split([bare(tensor).numel() for tensor in tensors]), strict=True):
-                bare(tensor).copy_(found.view_as(tensor))
+            for tensor, result in zip(tensors, flat.split([bare(tensor).numel() for tensor in tensors]), strict=True):
+                bare(tensor).copy_(result.view_as(tensor))
 
     def _scatter(self, output: torch.Tensor, row: Sequence[torch.Tensor], operator: Any, timeout: timedelta) -> None:
         given = torch.cat([bare(share).reshape(-1) for share in row])

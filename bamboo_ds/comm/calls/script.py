@@ -135,9 +135,9 @@ class ScriptCollectives:
         self._newcomers |= {member: step for member, record in records.items() if record["joining"]}
         best: dict[str, int] = {}
         for record in records.values():
-            told = record["script"]
-            if told["gap"] == self._gap and not record["joining"]:
-                best = {key: max(best.get(key, 0), told["done"].get(key, 0)) for key in {*best, *told["done"]}}
+            script = record["script"]
+            if script["gap"] == self._gap and not record["joining"]:
+                best = {key: max(best.get(key, 0), script["done"].get(key, 0)) for key in {*best, *script["done"]}}
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
         had, missed = ({m: record["script"][name] for m, record in records.items()} for name in ("had", "missed"))
@@ -224,10 +224,10 @@ class ScriptCollectives:
         result = _instead(collective, options, group)
         if result is None:
             return
-        told = calling_place(), collective.name, handle.key, lost
-        if told not in self._told:
-            self._told.add(told)
-            self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
+        case = calling_place(), collective.name, handle.key, lost
+        if case not in self._told:
+            self._told.add(case)
+            self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, case[0], result))
 
     def _note_message(self, operation: str, ranks: tuple[int, ...], lost: int, result: str) -> str:
         """Tells, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""

@@ -134,13 +134,13 @@ def opened(pid: int, descriptor: int, token: bytes) -> int:
     path = f"/proc/{pid}/fd/{descriptor}"
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is no memory")
-    found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if fcntl.fcntl(found, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(found).st_size != size_of(wire.SEGMENT):
+        if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(own).st_size != size_of(wire.SEGMENT):
             raise OSError(f"{path} has another size, or one that may change")
-        if len(token) != TOKEN or os.pread(found, TOKEN, 0) != token:
+        if len(token) != TOKEN or os.pread(own, TOKEN, 0) != token:
             raise OSError(f"{path} is other memory than was meant")
     except OSError:
-        os.close(found)
+        os.close(own)
         raise
-    return found
+    return own

@@ -150,15 +150,15 @@ def staged(payload: Payload) -> Staged | None:
     Raises:
         TypeError: see :func:`for_frame`.
     """
-    found = staging.current()
-    if found is None:
+    area = staging.current()
+    if area is None:
         return None
     structure, tensors = _structure(payload)
-    there = [found.streams.carries(tensor) for tensor in tensors]
+    there = [area.streams.carries(tensor) for tensor in tensors]
     if not any(there):
         return None
     begins = accumulate((tensor.nbytes for tensor in tensors), initial=0)
-    targets, copy = found.out([(begin, _flat(t)) for begin, t, far in zip(begins, tensors, there, strict=False) if far])
+    targets, copy = area.out([(begin, _flat(t)) for begin, t, far in zip(begins, tensors, there, strict=False) if far])
     copies = iter(targets)
     parts = [
         WireTensor(next(copies) if far else _flat(tensor).clone(), tensor.dtype, tuple(tensor.shape), far)
@@ -210,8 +210,8 @@ def assemble(
 def _on_device(
     data: Sequence[torch.Tensor], device: torch.device, after: staging.Copy | None
 ) -> Sequence[torch.Tensor]:
-    found = staging.current()
-    return [each.to(device) for each in data] if found is None else found.into(data, after)
+    area = staging.current()
+    return [each.to(device) for each in data] if area is None else area.into(data, after)
 
 
 class Buffers:
