@@ -90,8 +90,8 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         flags=parts.flags,
         device=parts.epoch.device_name,
     )
-    told = parts.epoch.agreement.exchange(mine.model_dump_json())
-    reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
+    texts = parts.epoch.agreement.exchange(mine.model_dump_json())
+    reports = {member: StartReport.model_validate_json(text) for member, text in texts.items()}
     leads = plan.owners[0]
     agreed = reports[leads]
     parts.epoch.note_devices(report.device for report in reports.values())

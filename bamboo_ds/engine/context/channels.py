@@ -243,6 +243,6 @@ def _interested(plan: Plan, role: Role) -> list[str]:
         return {plan.owner(each), plan.shadow(each), *builders}
 
     siblings = plan.world.siblings(role)
-    found = set[str | None]().union(*(followers(sibling) for sibling in siblings if sibling != role))
+    interested = set[str | None]().union(*(followers(sibling) for sibling in siblings if sibling != role))
     have = {plan.owner(each) for each in (siblings if gathers(plan, role) else (role,))}
-    return [member for member in plan.members if member in found - have]
+    return [member for member in plan.members if member in interested - have]

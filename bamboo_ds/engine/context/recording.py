@@ -47,9 +47,9 @@ class Recording:
             self._ds.execute(instruction, channels)
             cut = False
         finally:
-            end, told = time.monotonic(), instruction.kwargs
-            current, m = self._binding.current, told.get("buffer_id")
-            role, part, again = told.get("role") or current.role, 0, False
+            end, arguments = time.monotonic(), instruction.kwargs
+            current, m = self._binding.current, arguments.get("buffer_id")
+            role, part, again = arguments.get("role") or current.role, 0, False
             if kind in PASSES:
                 part = current.share.part.begin
                 redone = self._progress.operation.redone.get((role, part))

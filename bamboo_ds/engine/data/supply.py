@@ -265,13 +265,13 @@ class BatchSupply(InContext):
                 ends = progress.consumed - self.ds.micro_batches, progress.consumed
                 samples = self.dataset.samples_before(ends[0]), self.dataset.samples_before(ends[1])
         # All slices of a copy of the model use the same batches: one speaks for them.
-        told = [
+        checksums = [
             each for pipeline in progress.operation.agreed.consumed[:: self.epoch.layout.slices] for each in pipeline
         ]
         progress.newest = Consumed(
             step=progress.steps,
             global_step=self.binding.local.attributes["global_steps"],
-            checksum=f"{zlib.crc32(struct.pack(f'>{len(told)}I', *told)):08x}",
+            checksum=f"{zlib.crc32(struct.pack(f'>{len(checksums)}I', *checksums)):08x}",
             samples=samples,
         )
 

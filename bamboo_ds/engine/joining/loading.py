@@ -99,14 +99,14 @@ class Loader(InContext):
             check_loadable(folder, tag, self.layout, how)
         except CheckpointError as error:
             refusal = str(error)
-        told = self.epoch.agreement.exchange(refusal)
-        first = next((member for member, text in told.items() if text), None)
+        refusals = self.epoch.agreement.exchange(refusal)
+        first = next((member for member, text in refusals.items() if text), None)
         if first is None:
             return
         if first == self.epoch.member:
-            logger.error("%s", told[first])
+            logger.error("%s", refusals[first])
         self.epoch.agreement.barrier()  # the end of a worker ends the others
-        refused = CheckpointError(told[first])
+        refused = CheckpointError(refusals[first])
         refused.told_by = first
         raise refused
 
@@ -139,18 +139,18 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
             anew then, and its checkpoints would take the place of those that are there.
     """
     channel = epoch.job.channel
-    told, job = channel.restart_from, channel.job
-    if told is None:
+    start, job = channel.restart_from, channel.job
+    if start is None:
         return None
-    gone = not is_url(told) and not Path(told).parent.is_dir()
-    problems = [f"{Path(told).parent} has vanished"] if gone else []
-    candidates = [places.of(each) for each in _locations(told, job, own, places, problems)]
+    gone = not is_url(start) and not Path(start).parent.is_dir()
+    problems = [f"{Path(start).parent} has vanished"] if gone else []
+    candidates = [places.of(each) for each in _locations(start, job, own, places, problems)]
     candidates = [place for place in candidates if place.exists()]
     for place in candidates:
         place.take_over(job, epoch.plan.lineage)
-    found = newest_of(candidates, job, epoch.plan.origin, checksums=True)
-    if found is not None:
-        place, info = found
+    newest = newest_of(candidates, job, epoch.plan.origin, checksums=True)
+    if newest is not None:
+        place, info = newest
         if is_url(info.path):
             where, _, name = str(info.path).rpartition("/")
             return where, name
@@ -158,7 +158,7 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
     problems += [f"none in {place.location} is whole" for place in candidates]
     why = "; ".join(dict.fromkeys(problems)) or "all are gone"
     raise CheckpointError(
-        f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
+        f"the job cannot go on from {start} nor from another one of its checkpoints: {why}. See whether their file "
         "system is mounted, or their store reached, and readable on all hosts, and start the job again"
     )
 

@@ -189,17 +189,17 @@ class StageBuilder(InContext):
 
         Those that the device has no room for stay parked until the next plan.
         """
-        found = self._foreign()
-        if staging.current() is None or not found:
+        foreign = self._foreign()
+        if staging.current() is None or not foreign:
             return
         self.park(plan)
         resident = self.resident
-        for runtime in found:
+        for runtime in foreign:
             if resident is not None:
                 self.move(runtime, parked=False)
             elif self._ahead(plan, runtime.role):
                 self._bring(runtime, plan)
-        self._tell_placed(found, *self._placed(plan, resident))
+        self._tell_placed(foreign, *self._placed(plan, resident))
 
     def _foreign(self) -> list[StageRuntime]:
         return [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
@@ -365,11 +365,11 @@ def relocate(module: nn.Module, device: torch.device) -> None:
     """
     before = dict(module.named_parameters(remove_duplicate=False))
     module.to(device)
-    found: dict[int, nn.Parameter] = {}  # by the original: one that layers share stays one
+    moved: dict[int, nn.Parameter] = {}  # by the original: one that layers share stays one
     for name, original in before.items():
         path, _, attribute = name.rpartition(".")
         holder = module.get_submodule(path)
-        parameter = found.setdefault(id(original), getattr(holder, attribute))
+        parameter = moved.setdefault(id(original), getattr(holder, attribute))
         if parameter is original:
             continue
         setattr(holder, attribute, parameter)

@@ -62,19 +62,19 @@ def registered() -> int:
 
 def hooks_of(module: nn.Module, since: int = 0) -> Hooks:
     """The hooks of ``module``'s parts and parameters, those from number ``since`` on."""
-    found: Hooks = Counter()
+    counts: Hooks = Counter()
     for name, part in module.named_modules():
         where = f"module {name!r}" if name else "the PipelineModule"
         for kind, hooks in vars(part).items():
             if kind.endswith("_hooks") and isinstance(hooks, dict):
-                found.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
+                counts.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
     for name, parameter in module.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(parameter, kind, None)
             if hooks:
                 place = f"parameter {name!r}", kind.strip("_")
-                found.update((*place, _name(hook)) for n, hook in hooks.items() if n >= since)
-    return found
+                counts.update((*place, _name(hook)) for n, hook in hooks.items() if n >= since)
+    return counts
 
 
 def compiled_in(module: nn.Module) -> frozenset[str]:
@@ -151,9 +151,9 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
     check_step(optimizer)
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.")]
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
-    found = next((name for name in kinds if name in _IN_CPP and device == "cpu"), None)
-    if copied and found:
-        raise _in_cpp(found)
+    refused = next((name for name in kinds if name in _IN_CPP and device == "cpu"), None)
+    if copied and refused:
+        raise _in_cpp(refused)
 
 
 def check_named_optimizer(config: Any, copied: bool) -> None:

@@ -123,13 +123,13 @@ def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
 def _culprit(value: Any) -> str:
     """The attribute of a module that cannot be copied."""
     for path, part in value.named_modules() if isinstance(value, nn.Module) else ():
-        for name, each in vars(part).items():
+        for name, attribute in vars(part).items():
             if name == "_modules":
                 continue
             try:
-                copy.deepcopy(each)
+                copy.deepcopy(attribute)
             except Exception:  # as above
-                return f": because of attribute {f'{path}.' if path else ''}{name}, a {type(each).__name__}"
+                return f": because of attribute {f'{path}.' if path else ''}{name}, a {type(attribute).__name__}"
     return ""
 
 

@@ -131,14 +131,14 @@ def newly_assigned(values: Values, before: Values) -> Values:
     Raises:
         UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.
     """
-    found: dict[str, dict[str, Any]] = {}
+    assigned: dict[str, dict[str, Any]] = {}
     for place, mine in values.items():
         known = before.get(place, {})
         changed = {name: value for name, value in mine.items() if not _same(value, known.get(name, _MISSING))}
         if changed:
             _check(place, changed)
-            found[place] = changed
-    return found
+            assigned[place] = changed
+    return assigned
 
 
 def replaces_scheduler(values: Values) -> bool:

@@ -213,12 +213,12 @@ class Weights:
                 tensors.append(name)
         attributes = newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors)
         extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
-        found = [
+        pairs = [
             *((name, name) for name in tensors),
             *((layer, f"{layer}.{name}") for each in attributes for layer, names in each.items() for name in names),
             *((path, f"the extra state of {path}") for path in extra),
         ]
-        return [name for path, name in found if path.partition(".")[0] not in new]
+        return [name for path, name in pairs if path.partition(".")[0] not in new]
 
     def check_parameters(self) -> None:
         """Refuses parameters in the place of those that the optimizer has.
@@ -227,11 +227,11 @@ class Weights:
             UnsupportedError: names them.
         """
         now, known = self._layers.parameters_now(), {id(p) for p, _ in self._parameters.values()}
-        found = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
-        found += [name for name, parameter in now.items() if id(parameter) not in known and name not in found]
-        if found:
+        replaced = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
+        replaced += [name for name, parameter in now.items() if id(parameter) not in known and name not in replaced]
+        if replaced:
             raise UnsupportedError(
-                f"the script has put other parameters in the place of {', '.join(found[:10])} since "
+                f"the script has put other parameters in the place of {', '.join(replaced[:10])} since "
                 "deepspeed.initialize, which neither the optimizer nor copies of the stage have: copy their values "
                 "(under torch.no_grad: parameter.copy_(values))"
             )
@@ -242,14 +242,14 @@ class Weights:
         Raises:
             UnsupportedError: names the parameters.
         """
-        found = []
+        written = []
         for name, parameter in self._layers.parameters.items():
             gradient = parameter.grad
             if gradient is not None and _version(gradient) != self._gradients[name] and bool(gradient.any()):
-                found.append(name)
-        if found:
+                written.append(name)
+        if written:
             raise UnsupportedError(
-                f"the script has added to the gradients of {', '.join(found[:10])} between two calls of its engine, "
+                f"the script has added to the gradients of {', '.join(written[:10])} between two calls of its engine, "
                 "which copies of the stage lack: compute all of the loss in the pipeline, or set the gradients to None "
                 "before train_batch"
             )

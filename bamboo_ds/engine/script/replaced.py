@@ -209,11 +209,11 @@ class Replacements:
         if key in self._compared:
             return
         own = _as_installed()
-        for found, expected in (
+        for actual, expected in (
             (engine._train_schedule(), own.TrainSchedule(**sizes)),
             (engine._inference_schedule(engine.micro_batches), own.InferenceSchedule(**sizes)),
         ):
-            if _instructions(found) != _instructions(expected):
+            if _instructions(actual) != _instructions(expected):
                 what, value = replaced[0]
                 raise _refusal(what, value, f": stage {engine.stage_id} has other instructions")
         self._compared.add(key)
@@ -266,11 +266,11 @@ def _foreign_code(value: Any) -> Any:
 
 
 def _refusal(what: str, value: Any, then: str = "", cure: str = "") -> UnsupportedError:
-    found = _foreign_code(value) or value
-    found = getattr(found, "func", found)  # a partial
-    code = getattr(found, "__code__", None)
+    function = _foreign_code(value) or value
+    function = getattr(function, "func", function)  # a partial
+    code = getattr(function, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    name = getattr(found, "__qualname__", type(found).__qualname__)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     return UnsupportedError(
         f"the script has replaced {what} of DeepSpeed by {name}{place}{then}. It would have no effect, since "
         f'with "{BLOCK}" the engine does this in its own way, for all copies of a stage. '

@@ -36,19 +36,19 @@ def holds_tensors(value: Any) -> bool:
     """Whether ``value`` is a tensor or an array that can be sent, or a container of a few and of numbers."""
     if type(value) not in _CONTAINERS:
         return _is_tensor(value)
-    pending, looked, found = [value], 0, False
+    pending, looked, holds = [value], 0, False
     while pending:
-        each = pending.pop()
+        part = pending.pop()
         looked += 1
-        if type(each) in _CONTAINERS:
-            if looked + len(each) > _MOST or (type(each) is dict and not {*map(type, each)} <= {str, int}):
+        if type(part) in _CONTAINERS:
+            if looked + len(part) > _MOST or (type(part) is dict and not {*map(type, part)} <= {str, int}):
                 return False
-            pending.extend(each.values() if type(each) is dict else each)
-        elif _is_tensor(each):
-            found = True
-        elif type(each) not in SCALARS:
+            pending.extend(part.values() if type(part) is dict else part)
+        elif _is_tensor(part):
+            holds = True
+        elif type(part) not in SCALARS:
             return False
-    return found
+    return holds
 
 
 def _is_tensor(value: Any) -> bool:

@@ -67,31 +67,31 @@ class Runtime(Protocol):
 
 def beside_steps(runtime: Runtime) -> dict[str, Contents]:
     """State that the optimizer of ``runtime`` keeps besides what is sent, by name; and tensors of schedulers."""
-    names, found = _names(runtime), {}
+    names, parts = _names(runtime), {}
     optimizer = runtime.attributes["basic_optimizer"]
     if optimizer is not None:
         sent = {*OWN, "defaults", *kept_by(optimizer)}
         for name, value in vars(optimizer).items():
             if name not in sent and not isinstance(value, OrderedDict):  # of hooks
-                found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
+                parts[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
     of_scheduler = _of_scheduler(runtime, names)
-    return {**found, **{name: each for name, each in of_scheduler.items() if each.tensors}}
+    return {**parts, **{name: each for name, each in of_scheduler.items() if each.tensors}}
 
 
 def beside_layers(runtime: Runtime) -> dict[str, Contents]:
     """The same of the layers and the loss function, whose results are compared, and of a scheduler without tensors."""
     names = _names(runtime)
-    found = {name: each for name, each in _of_scheduler(runtime, names).items() if not each.tensors}
+    parts = {name: each for name, each in _of_scheduler(runtime, names).items() if not each.tensors}
     for path, layer in runtime.module.named_modules():
         for name, value in vars(layer).items() if path else ():
             sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
             if name not in OF_ALL and not sent:
                 what = f"of layer {path} ({type(layer).__name__})"
-                found.update((f"attribute {n!r} {what}", contents_of(v, names)) for n, v in _one_by_one(name, value))
+                parts.update((f"attribute {n!r} {what}", contents_of(v, names)) for n, v in _one_by_one(name, value))
     loss = getattr(runtime.module, "loss_fn", None)
     if loss is not None and not isinstance(loss, nn.Module):
-        found["what the loss function keeps"] = contents_of(loss, names)
-    return found
+        parts["what the loss function keeps"] = contents_of(loss, names)
+    return parts
 
 
 def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:

@@ -203,8 +203,8 @@ class ChunkedStep:
                 twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(before), "params": []}]
                 self._step(twin, chunk, counts)
                 group.update({name: value for name, value in twin.param_groups[0].items() if name != "params"})
-            for parameter, found in counts.items():
-                self.optimizer.state[parameter].update(found)
+            for parameter, counted in counts.items():
+                self.optimizer.state[parameter].update(counted)
         self._await(0)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # as that would, else torch's schedulers warn
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -259,13 +259,13 @@ class ChunkedStep:
         self._streams.order(mark)
         arriving = iter(arrived)
         for piece, host in zip(chunk.pieces, chunk.hosts, strict=True):
-            found = {name: next(arriving) for name in host}
-            parameter = torch.nn.Parameter(found.pop(_PARAMETER), requires_grad=False)
-            parameter.grad = found.pop(_GRADIENT)
+            tensors = {name: next(arriving) for name in host}
+            parameter = torch.nn.Parameter(tensors.pop(_PARAMETER), requires_grad=False)
+            parameter.grad = tensors.pop(_GRADIENT)
             group["params"].append(parameter)
             if piece.state:
                 twin.state[parameter] = {
-                    n: found[n] if n in found else copy.deepcopy(v) for n, v in piece.state.items()
+                    n: tensors[n] if n in tensors else copy.deepcopy(v) for n, v in piece.state.items()
                 }
         twin.step()
         sources, targets = [], []

@@ -104,7 +104,7 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
     """
     kind = type(original).__name__
     try:
-        found = copy.deepcopy(value, known)
+        result = copy.deepcopy(value, known)
     except Exception as error:  # whatever a script's object makes of being copied
         raise UnsupportedError(
             f"attribute {name!r} of optimizer {kind} cannot be copied ({error}), so no replica can have one: keep in "
@@ -116,7 +116,7 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
             f"optimizer {kind} keeps parameters in its attribute {name!r}: its replica would diverge. Use an optimizer "
             "that keeps all of its state in `state`"
         )
-    return found
+    return result
 
 
 def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tree:

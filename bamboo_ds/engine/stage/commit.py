@@ -140,12 +140,12 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
         parts["overflow"][layout.rank(role)] = measured.overflow
     for role in mine.mismatches:
         parts["mismatches"][layout.rank(role)] = 1
-    for role, found in mine.consumed.items():
+    for role, checksums in mine.consumed.items():
         ends = ends_of(layout, role)
-        if len(found) != len(ends) * form.accounted:
+        if len(checksums) != len(ends) * form.accounted:
             expected = len(ends) * form.accounted
-            raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {expected}")
-        parts["consumed"][role.pipeline, ends] = torch.tensor(found, dtype=torch.float64).view(len(ends), -1)
+            raise ProtocolError(f"role {role} accounts for {len(checksums)} micro-batches, expected {expected}")
+        parts["consumed"][role.pipeline, ends] = torch.tensor(checksums, dtype=torch.float64).view(len(ends), -1)
     parts["drawn"] = encode_drawn(layout, mine.drawn)
     parts["redundant"][0] = mine.redundant
     for (role, owned), checksum in mine.held.items() if form.votes else ():

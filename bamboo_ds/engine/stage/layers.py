@@ -174,16 +174,16 @@ class Layers:
         Raises:
             UnsupportedError: it cannot be sent, as is seen the first time.
         """
-        found = {path: layer.get_extra_state() for path, layer in self._extra}
+        states = {path: layer.get_extra_state() for path, layer in self._extra}
         for path, layer in self._extra:
             if path not in self._sendable:
                 try:
-                    split(found[path])
+                    split(states[path])
                 except UnsupportedError as error:
                     name = f"{path} ({type(layer).__name__})" if path else "the PipelineModule"
                     raise UnsupportedError(f"in what get_extra_state of layer {name} gives, {error}") from None
                 self._sendable.add(path)
-        return found
+        return states
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
         """The attributes of all layers, and the names of those that may be numbers or tensors."""
@@ -304,11 +304,11 @@ def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
     def of(name: str, whole: bool) -> Tree:
         return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
 
-    found = dict(mine)
+    result = dict(mine)
     for kind, whole in (("buffers", False), ("extra", True), ("extra_on", True), ("numbers", True), ("tensors", True)):
         either = {**mine[kind], **theirs[kind]}
-        found[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
-    return found
+        result[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
+    return result
 
 
 def newer(now: Numbers, before: Numbers) -> Numbers:

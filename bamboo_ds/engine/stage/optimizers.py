@@ -431,5 +431,5 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name in sorted(value, key=str):
             yield from _tensors_in(value[name], f"{path} {name}")
     elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            yield from _tensors_in(each, f"{path} {number}")
+        for number, part in enumerate(value):
+            yield from _tensors_in(part, f"{path} {number}")

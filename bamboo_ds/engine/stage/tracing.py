@@ -175,8 +175,8 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
         rows = whole[: whole.numel() - rest].view(-1, _COLUMNS)
         parts = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), whole[whole.numel() - rest :]
         sums += [(part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts]
-    told = torch.stack(sums).tolist() if sums else []
-    return zlib.crc32(repr(told).encode())
+    numbers = torch.stack(sums).tolist() if sums else []
+    return zlib.crc32(repr(numbers).encode())
 
 
 def _folded(data: Any) -> Any:
