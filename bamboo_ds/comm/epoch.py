@@ -28,7 +28,6 @@ class Epoch:
     """One epoch, to :meth:`destroy`. Only :attr:`life` may be used from any thread.
 
     Args:
-        plan: its plan.
         hub: this worker's connections.
         member: this member.
         address: the advertised address.

@@ -49,7 +49,6 @@ class Session:
         host: name of the host; ``None``: the machine's. Members of one share memory.
 
     Attributes:
-        member, address, timeout: as above.
         place: where others reach this member, as plans have it.
         attachment: the view that process groups have of it.
     """

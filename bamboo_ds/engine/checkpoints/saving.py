@@ -168,7 +168,6 @@ class Saves:
         Args:
             request: what is to be saved.
             plan: its owners take part.
-            binding: the runtimes.
             progress: how far the job is.
 
         Returns:

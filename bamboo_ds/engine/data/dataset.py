@@ -38,7 +38,6 @@ class Dataset:
     The contents of batch k of pipeline d depend on k and d only, so any member can read it.
 
     Args:
-        data: the dataset.
         pipelines: their number.
         batch_size: samples of a micro-batch.
         loader: makes DeepSpeed's loader with a sampler.

@@ -168,7 +168,6 @@ def _locations(told: str, job: str, own: str | None, places: Places, problems: l
 
     Args:
         told: a checkpoint.
-        job: the job.
         own: ``bamboo.checkpoint.dir``.
         places: of checkpoints.
         problems: what keeps folders from being used is added.

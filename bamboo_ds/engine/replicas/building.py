@@ -93,7 +93,6 @@ class StageBuilder(InContext):
         """A runtime for ``role`` with ``state``; not yet one of this member's.
 
         Args:
-            role: the role.
             state: what :func:`.replica.capture` gave on its owner.
             pristine: what its scheduler is made of, if it is one that scripts have brought.
             parked: in host memory; the local one never is.

@@ -80,7 +80,6 @@ class Construction:
     Attributes:
         role: whose.
         source: the member that offers the snapshot, and its key.
-        fetch: the transfer.
         begun: monotonic seconds.
         incoming: results of the current iteration, and which parameters are trainable, if that has changed before it.
         kept: iterations since the copy was begun, what evaluations have changed, what the script has set.

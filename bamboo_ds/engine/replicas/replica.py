@@ -96,7 +96,6 @@ def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
     torch copies no attributes of parameters.
 
     Args:
-        value: the module or tensor.
         what: it is in the stage, for errors.
         copies: what was copied before, by ``id``.
 

@@ -301,7 +301,6 @@ def away_from(plan: Plan, own: Role, known: Mapping[Role, Changes], before: int)
     """Roles that their scripts would change now, as this member's script has changed ``own``, if they were not lost.
 
     Args:
-        plan: the plan.
         own: the role of this member's stage.
         known: changes of roles when the plan began; those of a role that another member has are none since.
         before: iterations before which the script has changed its stage earlier, when the others did not.

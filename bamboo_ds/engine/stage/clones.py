@@ -31,9 +31,6 @@ class PristineOptimizer:
     Works for whatever created it: DeepSpeed's configuration, an instance or a callable of the script. What its steps
     keep beside its ``state``, and cannot be sent, is of all steps until now; a copy may get a state of some steps
     before. So it begins as without steps, and the check of the first steps finds that it lacks them.
-
-    Attributes:
-        original: the optimizer.
     """
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
@@ -123,7 +120,6 @@ def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tr
     """Counts that ``optimizer`` keeps in its attributes: numbers, arrays and text, also in lists and dictionaries.
 
     Args:
-        optimizer: whose they are.
         tensors: with tensors of one element.
     """
     if optimizer is None:
@@ -188,8 +184,7 @@ def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
     """Refuses state that no copy of a stage can be sent.
 
     Args:
-        optimizer: whose it is.
-        given: its ``state_dict``.
+        given: the optimizer's ``state_dict``.
 
     Raises:
         UnsupportedError: names the optimizer, and where in its state it has what.

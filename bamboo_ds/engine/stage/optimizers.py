@@ -82,9 +82,7 @@ class StageOptimizer(ABC):
     """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
 
     Args:
-        ds: DeepSpeed's engine.
-        groups: of the roles.
-        runtime: the runtime.
+        groups: process groups of the roles.
 
     Attributes:
         wrapper: what DeepSpeed calls ``engine.optimizer``.

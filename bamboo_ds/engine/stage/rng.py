@@ -172,7 +172,6 @@ def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
     these are restored, since a redundant pass runs at any time.
 
     Args:
-        module: the module.
         before: forward passes before this one, had all passes of the role run here; ``None`` in a backward pass.
     """
     if not module.seed_layers:

@@ -69,7 +69,6 @@ class StageRuntime:
     """One role on this member: as its owner, or as its shadow.
 
     Attributes:
-        role: the role.
         owned: whether this member owns the role; else it holds the role's replica.
         blocks: number of blocks of the stage.
         optimizer: carries out and copies its steps.

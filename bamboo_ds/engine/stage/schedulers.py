@@ -52,7 +52,6 @@ class Pristine:
     """A script's scheduler as it was when the engine got it, mostly before its first step, to make others of.
 
     Args:
-        scheduler: the scheduler.
         optimizer: the one that it drives.
         wrapper: DeepSpeed's optimizer around that one, which the scheduler may have been given instead.
         shared: what every copy may refer to, as it does.
@@ -146,7 +145,6 @@ def settings_of(optimizer: torch.optim.Optimizer | None, nested: bool = False) -
     """Learning rate and the like of each of the optimizer's groups; none without an optimizer.
 
     Args:
-        optimizer: whose they are.
         nested: with lists and dictionaries of such.
     """
     kinds = (tuple, list, dict) if nested else (tuple,)

@@ -51,7 +51,6 @@ def loading_alone(module: Any, checkpoint: dict[str, Any], folder: str, checkpoi
     """The body loads the state of ``module``, a stage, without the collectives that DeepSpeed has for tied weights.
 
     Args:
-        module: the stage.
         checkpoint: holds the weights itself, or its ``module`` is not a dictionary.
         folder: of the checkpoint.
         checkpoint_engine: DeepSpeed's, to read files with.
