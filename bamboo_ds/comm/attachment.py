@@ -124,7 +124,7 @@ class Attachment:
         passing: whether the main thread computes a pass whose layers are whole.
         alone: code of the script that the main thread runs and that must not communicate, or ``None``.
         on_host: whether collectives run through host memory, wherever their tensors are.
-        slices: where the handles of slice groups lead now; ``None``: where they were made for.
+        slices: the groups that handles of slice groups stand for now; ``None``: their own.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
     """

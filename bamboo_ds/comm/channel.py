@@ -100,7 +100,7 @@ class Channel:
 
         Args:
             sequence: number of the message.
-            timeout: how long to wait; ``None``: as long as it takes.
+            timeout: of the wait; ``None``: as long as it takes.
             parked: what its sender has on its device stays in host memory here.
 
         Raises:

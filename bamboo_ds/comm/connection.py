@@ -373,7 +373,7 @@ class Connection:
             yield from self._frame(block, mark)
 
     def _frame(self, block: memoryview, mark: memoryview, between: bool = False) -> Generator[memoryview, None, None]:
-        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken.
+        """Does as :meth:`_parse`, for one frame: what it carries is none of the connection's any more once it is taken.
 
         Args:
             block, mark: memory for these.

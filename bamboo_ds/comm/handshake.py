@@ -154,7 +154,7 @@ class Door:
         admit: called with a member's name, its connection and what that is for, when it has proven itself.
 
     Attributes:
-        expected: how many members may call at the same time.
+        expected: the number of members that may call at the same time.
     """
 
     def __init__(

@@ -24,7 +24,7 @@ _cuda_kind = NCCL
 
 
 def use_for_cuda(kind: str) -> None:
-    """From now on groups of CUDA tensors are of ``kind``, on all members: gloo takes them through host memory."""
+    """Makes groups of CUDA tensors ones of ``kind`` from now on, everywhere: gloo takes them through host memory."""
     global _cuda_kind
     _cuda_kind = kind
 

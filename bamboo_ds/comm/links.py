@@ -50,7 +50,7 @@ class Links:
         life: the epoch's.
         hub: this worker's connections.
         members: all of the epoch, in the plan's order, and ``member``: this one.
-        places: where each is reached.
+        places: the address of each.
         stand: tells where this member's script is; see :class:`.standing.Standings`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Links:
         member: this one.
         changed: the hub's.
         heard: members of which something has arrived in the epoch.
-        waiting: how many threads wait, guarded by ``changed``.
+        waiting: the number of threads that wait, guarded by ``changed``.
         services: by key, what takes messages instead of the inbox.
     """
 
@@ -214,7 +214,7 @@ class Links:
         Args:
             operation: for messages.
             members: that it depends on.
-            timeout: how long.
+            timeout: of the wait.
 
         Returns:
             Whether it is ready; ``False`` after ``timeout``.

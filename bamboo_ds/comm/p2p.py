@@ -48,7 +48,7 @@ class SendWork(CompletedWork):
             return links.life.aborted is not None or self._ticket.written or links.failure(self._member) is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: sends have none."""
+        """Refuses, as in gloo: sends have none."""
         raise RuntimeError("a send has no future")
 
 
@@ -164,7 +164,7 @@ class RecvWork(CompletedWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: receives have none."""
+        """Refuses, as in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
 
 

@@ -45,7 +45,7 @@ class Session:
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
         secret: the job's; callers without it get no connection.
-        listener: where others reach this member; ``None``: a new one at ``address``.
+        listener: that of this member; ``None``: a new one at ``address``.
         host: name of the host; ``None``: the machine's. Members of one share memory.
 
     Attributes:

@@ -124,7 +124,7 @@ class Several(CompletedWork):
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: they have none."""
+        """Refuses, as in gloo: they have none."""
         raise RuntimeError("coalesced collectives have no future")
 
 
@@ -139,7 +139,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         kind: of the inner group.
         limit: timeout of a ``wait`` without one; ``None``: that of the inner group.
-        device: where its tensors are.
+        device: that of its tensors.
 
     Attributes:
         deferred: only the device goes on with the result for now, so that ``wait`` need not wait for it on the host;

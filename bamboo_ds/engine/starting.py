@@ -26,7 +26,7 @@ def start(parts: Parts, exact: int) -> None:
 
     Args:
         parts: of this member's engine.
-        exact: how many first steps are to be checked, as this member's configuration has it.
+        exact: the number of first steps to be checked, as this member's configuration has it.
 
     Raises:
         ConfigError: members compute with different settings.

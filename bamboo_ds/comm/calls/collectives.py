@@ -120,7 +120,7 @@ class Adapter:
 
     Args:
         inner: group with one rank for each of ``among.members``.
-        among: who takes part.
+        among: the members that take part.
         member: this one.
         rank: the rank of the group for which results are meant.
         settle: waits for a work of ``inner``.

@@ -406,7 +406,7 @@ class ScriptReceive(CompletedWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: receives have none."""
+        """Refuses, as in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
 
 

@@ -16,7 +16,7 @@ from ..inner import GLOO, NCCL, own_kind
 NAME = "bamboo"
 #: Backends that a script may name for a group of its own: what carries the tensors of ours.
 _CARRIED = {NAME, GLOO, NCCL, dist.Backend.UNDEFINED}
-#: Torch's backend that communicates with nobody.
+#: Torch's backend that does not communicate.
 _NOBODY = "fake"
 
 

@@ -77,7 +77,7 @@ class ScriptCollectives:
 
     Args:
         session: this process's data plane.
-        context: where the main thread is.
+        context: that of the main thread.
         recover: recovers after a loss, and calls :meth:`agree` meanwhile.
         on_lacking: told, on one member and once for each place in the script, of collectives that lack shares of ranks;
             ``None`` if none is to be told.

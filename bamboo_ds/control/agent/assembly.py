@@ -42,7 +42,7 @@ def make_coordinator(
 
     Args:
         pid: process id of the worker, or of the agent if that waits for the job's restart.
-        place: where the worker is reached by others.
+        place: of the worker, for others.
         loop: serves the page.
     """
     record = member_record(settings, member, pid, place)

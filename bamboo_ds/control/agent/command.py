@@ -65,7 +65,7 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
     started for: the launcher gives ranks to hosts in blocks.
 
     Args:
-        environ: where ``CUDA_VISIBLE_DEVICES`` and the launcher's variables may be.
+        environ: may have ``CUDA_VISIBLE_DEVICES`` and the launcher's variables.
         gpus: the folder in which the driver has an entry for every GPU.
     """
     if settings.launched:

@@ -273,7 +273,7 @@ class Coordinator:
         return mirror
 
     def _keep_lease(self) -> None:
-        """From now on the lease is refreshed, whatever else this member does."""
+        """Has the lease refreshed from now on, whatever else this member does."""
         self._keeper.thread.start()
 
     def _register(self, found: Mirror) -> None:

@@ -59,7 +59,7 @@ class Slot:
         epoch: that of the newest plan.
         stop: the job was ended.
         terminated: the agent was told to end.
-        departure: how it has ended without a worker.
+        departure: its end without a worker.
     """
 
     def __init__(self, settings: AgentSettings, member: str, clock: Callable[[], float] = time.monotonic) -> None:

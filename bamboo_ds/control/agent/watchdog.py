@@ -22,7 +22,7 @@ class Watchdog:
 
     Attributes:
         limit_s: seconds without a heartbeat after which it hangs now.
-        hung: how it hangs, and since when in monotonic seconds, or ``None``. Stays once it is set.
+        hung: the way in which it hangs, and the monotonic seconds since when, or ``None``. Stays once it is set.
     """
 
     def __init__(self, settings: MembershipConfig) -> None:

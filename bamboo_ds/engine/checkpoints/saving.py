@@ -168,7 +168,7 @@ class Saves:
         Args:
             request: what is to be saved.
             plan: its owners take part.
-            progress: how far the job is.
+            progress: that of the job.
 
         Returns:
             Whether this member can write; ``False``: the file system hangs in an earlier save.

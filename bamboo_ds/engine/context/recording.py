@@ -23,7 +23,7 @@ class Recording:
     """Records spans while it is on. Its methods belong to the main thread.
 
     Args:
-        spans: takes them; ``None``: nothing is recorded.
+        spans: takes them; ``None`` to record nothing.
         mode: ``observe.timeline``.
     """
 

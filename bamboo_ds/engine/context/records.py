@@ -119,7 +119,7 @@ class Recovery:
     Of several recoveries of an operation it is about the last one, with the times of all.
 
     Attributes:
-        decision: how the interrupted operation goes on.
+        decision: on the interrupted operation.
         noticed: when the first of them was noticed (a plan arrived or an operation failed).
         planned: until the plan was there.
         rebuilt: from the plan until all members had agreed what to do.
@@ -213,11 +213,11 @@ class ScriptProgress:
     """The place of this member's script, and its changes.
 
     Attributes:
-        phase: where it is with respect to the job.
-        target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
+        phase: its place with respect to the job.
+        target: the number of operations that a script that is behind has to replay; ``None`` before it is known.
         sources: members that can tell what the job had done when this member was admitted, and their places.
         at_boundary: it has not gone on since the last operation.
-        position: where the scheduler of the local role stood when the iteration began.
+        position: of the local role's scheduler when the iteration began.
         changed: names of parameters, buffers and numbers of the local role that it has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
         known_changes: what the scripts had changed of all roles when the plan began.

@@ -36,7 +36,7 @@ class EngineContext:
         groups: process groups of roles.
         binding: the runtimes of this member's roles.
         epoch: plan, channels and agreement.
-        progress: how far the job is.
+        progress: that of the job.
         history: what it has done.
         places: of checkpoints.
         beats, recording: what the main thread tells of its work.

@@ -72,7 +72,7 @@ class ExactChecks(InContext):
 
     Attributes:
         on: the check goes on.
-        steps: how many steps are checked in a row, equal on all members.
+        steps: the number of steps that are checked in a row, equal on all members.
         redone: forward passes that this member has rehearsed in this iteration.
         rests: it is the iteration in which shadows compute nothing.
     """

@@ -53,7 +53,7 @@ class Sums:
 
     Attributes:
         count: micro-batches whose gradients are in the sums.
-        gradients: of its parameters, in order; ``None``: nothing has been added.
+        gradients: of its parameters, in order, or ``None`` if nothing has been added.
         layers: what the layers keep after so many forward passes.
         losses: sums of losses after these, if the part ends a pipeline.
         consumed: checksums of micro-batches, by number.
@@ -272,7 +272,7 @@ class PartialSums(InContext):
         self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
-        """Those of a part, in an order that all copies of the stage have.
+        """The parameters of a part, in an order that all copies of the stage have.
 
         Also those that are not trained: a replica that computes redundantly does not know yet what was just frozen.
         """

@@ -27,7 +27,7 @@ class JobFacts(_Report):
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
         checksums: micro-batches get checksums.
-        exact: how many first steps are checked; 0: none any more.
+        exact: the number of first steps that are checked; 0: none any more.
     """
 
     seed: int

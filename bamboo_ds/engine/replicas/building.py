@@ -43,7 +43,7 @@ class StageBuilder(InContext):
     """Builds runtimes.
 
     Attributes:
-        compiled_with: how the script has had the modules compiled, if it has.
+        compiled_with: the way in which the script has had the modules compiled, if it has.
     """
 
     compiled_with: dict[str, Any] | None = None

@@ -157,7 +157,7 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
 
 
 def check_named_optimizer(config: Any, copied: bool) -> None:
-    """As :func:`check_optimizer` of what ``config`` has DeepSpeed make, which on processors takes minutes to compile.
+    """Does as :func:`check_optimizer` for what ``config`` has DeepSpeed make, which on processors compiles for minutes.
 
     Raises:
         UnsupportedError: names it, and what to use.

@@ -126,7 +126,7 @@ def without_scheduler_and_module(values: Values, before: Values) -> Values:
 
 
 def newly_assigned(values: Values, before: Values) -> Values:
-    """Those of ``values`` that have been assigned since they were as ``before``.
+    """The ``values`` that have been assigned since they were as ``before``.
 
     Raises:
         UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.

@@ -151,7 +151,7 @@ class _Chunk:
     Attributes:
         pieces: of parameters.
         hosts: what of each goes to the device.
-        slab, places: where it is copied to.
+        slab, places: that it is copied to.
         copied: when that is over.
     """
 

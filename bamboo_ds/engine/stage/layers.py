@@ -160,7 +160,7 @@ class Layers:
         return found
 
     def parameters_now(self) -> dict[str, nn.Parameter]:
-        """As :attr:`parameters`, which were there when the stage was built. One that layers share may be here twice."""
+        """The parameters now; :attr:`parameters` are those of the built stage. A shared one may be here twice."""
         return {
             f"{path}{name}": parameter
             for path, layer in self._modules

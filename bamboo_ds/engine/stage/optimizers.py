@@ -133,7 +133,7 @@ class StageOptimizer(ABC):
             parameter.grad = laid_out(total, parameter)
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
-        """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
+        """The sums of :meth:`local` with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
         places = self._places()
         found = list(sums)
         for parameter, gradient in gradients.items():
