@@ -24,7 +24,7 @@ _CALL_S = 0.5
 
 
 class Guard:
-    """What calls of one communicator and its abort go by.
+    """Keeps calls of one communicator and its abort apart.
 
     Args:
         check: raises ``EpochChanged`` once the epoch has ended, which is noted before an abort begins.
@@ -36,7 +36,7 @@ class Guard:
         self._calls = 0
 
     def call(self, name: str, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Call ``function``; raises as ``check``."""
+        """Calls ``function``; raises as ``check``."""
         with self._changed:
             self._check(name)
             self._calls += 1
@@ -48,7 +48,7 @@ class Guard:
                 self._changed.notify_all()
 
     def await_calls(self) -> bool:
-        """Wait until no call is under way, which began before the end of the epoch; false if one blocks."""
+        """Waits until no call is under way, which began before the end of the epoch; false if one blocks."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._calls, _CALL_S)
 
@@ -75,7 +75,7 @@ class Guarded:
         return call
 
     def abort(self) -> None:
-        """Abort a group; blocks, and nobody knows for how long."""
+        """Aborts a group; blocks for an unknown time."""
         self._guard.await_calls()
         self._target.abort()
 
@@ -90,15 +90,15 @@ class Aborts:
         self._all: dict[Future[None], str] = {}
 
     def begin(self, what: str, call: Callable[[], None]) -> None:
-        """Call ``call``, which aborts ``what``; returns at once."""
+        """Calls ``call``, which aborts ``what``; returns at once."""
         self._all[_started(what, call)] = what
 
     def leave_alone(self, what: str, call: Callable[[], None]) -> None:
-        """As :meth:`begin`, for what nobody needs the end of."""
+        """Does as :meth:`begin` where the end is not waited for."""
         _started(what, call)
 
     def join(self) -> None:
-        """Wait until all have ended, however."""
+        """Waits until all have ended, however."""
         wait(list(self._all))
 
     @property
@@ -107,7 +107,7 @@ class Aborts:
         return all(ended.done() and ended.exception() is None for ended in list(self._all))
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all are done.
+        """Waits until all are done.
 
         Raises:
             AbortFailed: one has failed, or is not done after ``timeout_s`` seconds.

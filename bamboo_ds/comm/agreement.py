@@ -1,4 +1,4 @@
-"""What all members of an epoch do together: each hears of all others by way of its neighbours in a tree."""
+"""Collectives of an epoch's members: each member hears of all others by way of its neighbours in a tree."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .wire.payloads import Payload, PeerMessage, read, written
 #: What a member tells those who might wait for it as it enters the epoch.
 _ENTERED = b"entered"
 
-#: Makes one payload of several, which are in the plan's order of whom they come from first.
+#: Makes one payload of several, which are in the plan's order of the members that they come from first.
 Merge = Callable[[list[Payload]], Payload]
 
 
@@ -28,7 +28,7 @@ class Agreement:
     """Collectives of an epoch's members, for one thread at a time.
 
     All raise ``EpochChanged`` when the epoch ends, ``PeerLost`` when a member is gone, and the first one ``NotMet``
-    when somebody has not come within the timeout.
+    when a member has not come within the timeout.
 
     Args:
         links: the epoch's.
@@ -53,12 +53,12 @@ class Agreement:
         links.services[_ENTERED] = self._welcome
 
     def enter(self) -> None:
-        """Tell the tree's parent, which waits for this member, that it has entered the epoch."""
+        """Tells the tree's parent, which waits for this member, that it has entered the epoch."""
         if self._tree.parent is not None:
             self._links.send(self._tree.parent, _ENTERED, 0, None)
 
     def _welcome(self, entered: PeerMessage) -> None:
-        """Children in the tree, whom their parent tells nothing else for now, know thereby that it has entered, too."""
+        """Tells children in the tree, which hear nothing else from this parent for now, that it has entered, too."""
         if entered.source in self._tree.children:
             self._links.tell(_ENTERED, entered.source, None)
 
@@ -80,11 +80,11 @@ class Agreement:
         return total.clone()  # others may still get it
 
     def barrier(self, operation: str = "barrier") -> None:
-        """Wait for all members. Collective."""
+        """Waits for all members. Collective."""
         self.gather(operation, None, lambda _: None)
 
     def gather(self, operation: str, payload: Payload, merge: Merge) -> Payload:
-        """What all members' ``payload`` are together, equal on all. Collective.
+        """All members' ``payload`` merged, equal on all. Collective.
 
         Each member merges its own with those of its children in the tree, and passes that on.
         """
@@ -95,7 +95,7 @@ class Agreement:
 
     # -- some of them ------------------------------------------------------------------------------------
     def meet(self, operation: str, key: bytes, members: Sequence[str], timeout: timedelta, flat: bool = False) -> None:
-        """Wait until ``members`` meet at ``key``, which is used once in an epoch.
+        """Waits until ``members`` meet at ``key``, which is used once in an epoch.
 
         Args:
             operation: for messages.
@@ -118,8 +118,8 @@ class Agreement:
         up, down = key + b"/up", key + b"/down"
         deadline = None if timeout is None else time.monotonic() + timeout.total_seconds()
         if tree.children:
-            found = self._collect(operation, up, tree, tree.children, deadline, timeout)
-            payload = merge([payload, *found])
+            parts = self._collect(operation, up, tree, tree.children, deadline, timeout)
+            payload = merge([payload, *parts])
         if tree.parent is not None:
             self._links.send(tree.parent, up, 0, payload)
             (payload,) = self._collect(operation, down, tree, [tree.parent], deadline, timeout)
@@ -136,7 +136,7 @@ class Agreement:
         deadline: float | None,
         timeout: timedelta | None,
     ) -> list[Payload]:
-        """What each of ``members``, neighbours in ``tree``, sends for ``key``, in their order."""
+        """The messages of ``members``, neighbours in ``tree``, for ``key``, in their order."""
         with self._links.changed:
             inbox = self._links.inbox(key)
             for member in members:
@@ -144,16 +144,16 @@ class Agreement:
                 if missing:
                     who = ", ".join(tree.told(each) for each in missing)
                     raise NotMet(f"Timed out waiting {timeout} in {operation} for {who}", missing)
-            found = {message.source: message for message in inbox}
+            messages = {message.source: message for message in inbox}
             self._links.drop(key)
-        return [found[member].payload() for member in members]
+        return [messages[member].payload() for member in members]
 
     def _await_from(
         self, operation: str, inbox: deque[PeerMessage], member: str, members: Sequence[str], deadline: float | None
     ) -> list[str]:
-        """Wait for ``member``'s message; those of ``members`` that have sent none, if it does not come in time.
+        """Waits for ``member``'s message; returns those of ``members`` that have sent none if it is late.
 
-        Tells, more and more rarely, who of them has not even entered the epoch.
+        Tells, more and more rarely, which of them have not even entered the epoch.
         """
         begin, pause, ready = time.monotonic(), self._tell_after_s, partial(_has_from, inbox, member)
         heard = self._links.heard

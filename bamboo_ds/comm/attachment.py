@@ -1,4 +1,4 @@
-"""What the process groups of this process see of its session: the epoch it is in, and for whom they are called.
+"""The view of process groups on this process's session: its epoch, and the rank that they are called for.
 
 torch calls a backend's constructor with nothing of ours, so the attachment is one of the process (:func:`current`).
 """
@@ -31,7 +31,7 @@ def current() -> Attachment:
 
 
 def publish(attachment: Attachment | None) -> None:
-    """Make ``attachment`` that of this process; raises ``RuntimeError`` if there is one already."""
+    """Makes ``attachment`` that of this process; raises ``RuntimeError`` if there is one already."""
     global _current
     if _current is not None and attachment is not None:
         raise RuntimeError("this process has a Session already; close it first")
@@ -119,12 +119,12 @@ class Attachment:
 
     Attributes:
         epoch: the newest that is, or is being, attached; ``None`` before the first.
-        reason: why there is none.
+        reason: of its absence.
         detached: whether collectives are no-ops.
         passing: whether the main thread computes a pass whose layers are whole.
-        alone: what code of the script the main thread runs that must not communicate; ``None``: none.
+        alone: code of the script that the main thread runs and that must not communicate, or ``None``.
         on_host: whether collectives run through host memory, wherever their tensors are.
-        slices: where the handles of slice groups lead now; ``None``: where they were made for.
+        slices: the groups that handles of slice groups stand for now; ``None``: their own.
         script: the script's own collectives, once there is an engine that recovers for them.
         torch_store: what torch.distributed's groups use as their store.
     """
@@ -157,19 +157,19 @@ class Attachment:
         return epoch
 
     def _ask(self, request: dict[str, Any], timeout: timedelta) -> Any:
-        """Put a request to the store of the epoch that is current: its keys do not outlive the epoch."""
+        """Puts a request to the store of the epoch that is current: its keys do not outlive the epoch."""
         epoch = self.current
         return epoch.reached_at(epoch.plan.members[0])(request, timeout)
 
-    # -- for whom groups are called ------------------------------------------------------------------------
+    # -- callers of groups --------------------------------------------------------------------------------
     @property
     def context(self) -> ThreadContext:
-        """Who calls: the engine, the script, or a script whose calls are replayed."""
+        """The caller: the engine, the script, or a script whose calls are replayed."""
         return "engine" if self.script is None else self.script.context
 
     @property
     def acting(self) -> Acting | None:
-        """For whom the calling thread acts, if not for itself."""
+        """The rank that the calling thread acts for, if not for its own."""
         acting = self._acting
         return acting if acting is not None and acting.thread == threading.get_ident() else None
 
@@ -189,7 +189,7 @@ class Attachment:
 
     @property
     def script_alone(self) -> Alone | None:
-        """What code of the script the calling thread runs that must not communicate, if it does."""
+        """Code of the script that the calling thread runs and that must not communicate, if any."""
         return self.alone if threading.current_thread() is threading.main_thread() else None
 
     def among_nobody(self, what: Alone) -> AbstractContextManager[None]:
@@ -220,7 +220,7 @@ class Attachment:
     def among_founders(self, of_rank: Mapping[int, str], on_use: Callable[[], None]) -> AbstractContextManager[None]:
         """In the body every group of the calling thread is one of certain processes, and a loss is an error.
 
-        Nobody stands in for a rank: operations of groups with a process that is gone raise ``EpochChanged``.
+        No process stands in for a rank: operations of groups with a process that is gone raise ``EpochChanged``.
 
         Args:
             of_rank: the process of each rank.

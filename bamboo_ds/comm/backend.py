@@ -28,12 +28,12 @@ from .inner import kind_for
 from .work import BambooWork, CompletedWork, Several
 
 Tensors = list[torch.Tensor]
-#: So many of the newest works are held where that is needed; nobody starts more before waiting.
+#: So many of the newest works are held where that is needed; no caller starts more before waiting.
 _HELD = 256
 
 
 def register() -> None:
-    """Register the backend with torch.distributed. Idempotent; needs no session yet."""
+    """Registers the backend with torch.distributed. Idempotent; needs no session yet."""
     if NAME.upper() not in dist.Backend._plugins:
         # Asks no device. What torch 2.6 has in torch.accelerator fails where its devices are not there.
         devices = sorted({"cpu", "cuda", torch._C._get_accelerator().type})
@@ -45,7 +45,7 @@ def register() -> None:
 
 
 def _create(options: Any, _: Any) -> BambooProcessGroup:
-    """What ``init_process_group`` and ``new_group`` call for this backend."""
+    """Makes a handle for ``init_process_group`` and ``new_group``."""
     ranks = tuple(options.global_ranks_in_group) or tuple(range(options.group_size))
     return BambooProcessGroup(current(), options.group_id, ranks, options.group_rank, options.timeout)
 
@@ -71,7 +71,7 @@ class _HandleRanks(dict[int, int]):
 
 
 def register_handle(handle: BambooProcessGroup, name: str) -> None:
-    """Make torch.distributed know a handle that was made outside ``new_group``.
+    """Makes torch.distributed know a handle that was made outside ``new_group``.
 
     Raises:
         ValueError: the default group is not initialised, or a group of this name exists in this process.
@@ -100,7 +100,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     The collectives are added below, from their table. They run in the session's current epoch over the distinct
     owners of the ranks; the inner group is built by the first collective of each epoch. Sends and receives run over the
-    epoch's links, those of tensors on devices as well, so they need nobody but the two; sends are eager. While the
+    epoch's links, those of tensors on devices as well, so they need only the two; sends are eager. While the
     session is detached everything succeeds without effect on others.
 
     Every operation, and every ``wait`` on a handle, raises ``EpochChanged`` once the epoch has ended, and
@@ -145,7 +145,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return acting.rank if acting is not None and registry._world.default_pg is self else super().rank()
 
     def getBackendName(self) -> str:
-        """``bamboo``."""
+        """The backend's name, ``bamboo``."""
         return NAME
 
     # torch keeps these in the inner backends of a group, of which this one has none of its own.
@@ -185,16 +185,16 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return _Inner(inner)
 
     def shutdown(self) -> None:
-        """Nothing to do: inner groups end with their epoch."""
+        """Does nothing: inner groups end with their epoch."""
 
     def abort(self) -> None:
-        """End the current epoch for the whole process."""
+        """Ends the current epoch for the whole process."""
         epoch = self._attachment.epoch
         if epoch is not None:
             epoch.life.abort(f"abort() of group {self.key}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Default timeout of sends and receives from now on."""
+        """Sets the default timeout of sends and receives."""
         self.timeout = timeout
 
     _set_default_timeout = set_timeout
@@ -211,7 +211,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self.key, self.ranks
 
     def _among(self, epoch: Epoch) -> Participants:
-        """Who takes part in an operation: for the engine, for the script, or for an engine without the block."""
+        """The participants of an operation: for the engine, for the script, or for an engine without the block."""
         script, founders = self._attachment.script, self._attachment.founders
         if founders is not None:
             founders.on_use()
@@ -259,7 +259,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return start(epoch, self._meant[0], among, collective, arguments, self._index, self.timeout, on_host)
 
     def _check_alone(self, operation: str) -> None:
-        """Refuse communication with other ranks where the script's code must do without.
+        """Refuses communication with other ranks where the script's code must do without.
 
         Raises:
             UnsupportedError: this is such a place.
@@ -300,7 +300,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
             raise not_passed(self.rank(), late, limit, wait_all_ranks) from error
 
     def _start_coalescing(self, device: torch.device) -> None:
-        """Collect the works of the collectives that follow."""
+        """Collects the works of the collectives that follow."""
         self._coalescing = []
 
     def _end_coalescing(self, device: torch.device) -> Any:
@@ -310,7 +310,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
 
     # -- point to point ----------------------------------------------------------------------------------
     def send(self, tensors: Tensors, destination: int, tag: int) -> Any:
-        """To group rank ``destination``. Completes when the tensor may be changed."""
+        """Sends to group rank ``destination``. Completes when the tensor may be changed."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("send")
         if self._of_script:
@@ -327,7 +327,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._coalesced(p2p.SendWork(epoch.links, peer, ticket, tensor, self.timeout))
 
     def recv(self, tensors: Tensors, source: int, tag: int) -> Any:
-        """From group rank ``source``."""
+        """Receives from group rank ``source``."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("recv")
         if self._of_script:
@@ -341,7 +341,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return self._coalesced(p2p.RecvWork(epoch.receives, key, tensor, source, [peer], self.timeout))
 
     def recv_anysource(self, tensors: Tensors, tag: int) -> Any:
-        """From whoever sends first; ``source_rank()`` of the work tells."""
+        """Receives from the rank that sends first; ``source_rank()`` of the work tells which."""
         tensor = p2p.check(tensors, tag)
         self._check_alone("recv_anysource")
         if self._of_script:
@@ -361,7 +361,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return attachment.founders is None and (attachment.detached or attachment.context == "replay")
 
     def _note_unheard(self) -> None:
-        """What a script that replays receives stays as it is, and may be part of a batch that is needed."""
+        """Notes a receive of a script that replays: the tensor stays as it is, and may be in a batch that is needed."""
         if self._attachment.context == "replay":
             self._messages.note_missed(calling_place())
 
@@ -380,7 +380,7 @@ class BambooProcessGroup(dist.ProcessGroup):  # type: ignore[misc]
         return script.messages
 
     def _towards(self, index: int) -> tuple[Epoch, str] | None:
-        """Epoch and member of a message to or from rank ``index`` of the group; ``None``: none goes, in silence.
+        """Epoch and member of a message to or from rank ``index`` of the group; ``None`` if it goes nowhere.
 
         Raises:
             PeerLost: no surviving process runs as that rank.

@@ -21,7 +21,7 @@ class Channel:
     """One directed stream of messages, as this member sees it in one epoch.
 
     Sends are asynchronous; everything that arrives is read at once. Every blocking call raises ``EpochChanged`` when
-    the epoch ends, or the member on whom it waits has left it, and ``PeerLost`` when that one is gone. The methods are
+    the epoch ends, or the member that it waits for has left it, and ``PeerLost`` when that one is gone. The methods are
     for one thread at a time, the main thread.
 
     Args:
@@ -55,14 +55,14 @@ class Channel:
 
     # -- sending -----------------------------------------------------------------------------------------
     def send(self, sequence: int, payload: Payload | Staged) -> Payload | Staged:
-        """Send ``payload`` as message ``sequence``; returns at once.
+        """Sends ``payload`` as message ``sequence``; returns at once.
 
         The tensors are detached. Contiguous host tensors are not copied and are kept until the kernel has taken them:
         they must not be changed until the epoch is drained. Tensors of a device are not copied yet when this returns,
         and the same holds for them. (Other tensors, and payloads of mailboxes, are copied.)
 
         Returns:
-            What can be sent again, and takes no memory of a device unless this member is the receiver.
+            A payload to be sent again, which takes no memory of a device unless this member is the receiver.
 
         Raises:
             EpochChanged, PeerLost: see the class.
@@ -84,14 +84,14 @@ class Channel:
         return payload
 
     def leaving(self) -> int:
-        """How many messages of a channel that yields are not out yet: their memory is in use."""
+        """The number of messages of a channel that yields which are not out yet: their memory is in use."""
         while self._leaving and self._leaving[0].written:
             self._leaving.popleft()
         return len(self._leaving)
 
     @property
     def rate(self) -> float | None:
-        """Bytes per second that a large message to the receiver has taken last; ``None``: there was none."""
+        """Bytes per second that a large message to the receiver has taken last; ``None`` before the first."""
         return self._links.rate(self.destination)
 
     # -- receiving ---------------------------------------------------------------------------------------
@@ -100,7 +100,7 @@ class Channel:
 
         Args:
             sequence: number of the message.
-            timeout: how long to wait; ``None``: as long as it takes.
+            timeout: of the wait; ``None``: as long as it takes.
             parked: what its sender has on its device stays in host memory here.
 
         Raises:
@@ -120,7 +120,7 @@ class Channel:
         return message.payload(self._device, parked)
 
     def take(self, parked: bool = False) -> list[tuple[int, Payload]]:
-        """What has arrived, each with its number; also after an abort of the epoch, until it is concluded.
+        """Messages that have arrived, each with its number; also after an abort of the epoch, until it is concluded.
 
         What the device has no room for stays in host memory.
 
@@ -141,7 +141,7 @@ class Channel:
         return message.payload(self._device, parked=True)
 
     def discard(self, below: int) -> bool:
-        """Drop what has arrived with a smaller number than ``below``, without a copy to its device.
+        """Drops what has arrived with a smaller number than ``below``, without a copy to its device.
 
         Returns:
             Whether anything is left. A :meth:`ready` after this may be of a message below that has come meanwhile.
@@ -153,7 +153,7 @@ class Channel:
             return bool(messages)
 
     def clear(self) -> None:
-        """Drop all that has arrived here."""
+        """Drops all that has arrived here."""
         if self._inbox is not None:
             with self._links.changed:
                 self._inbox.clear()
@@ -163,7 +163,7 @@ class Channel:
         return bool(self._arrived())
 
     def await_message(self, mark: StreamMark) -> None:
-        """Wait until a message is there, or ``mark`` is reached.
+        """Waits until a message is there, or ``mark`` is reached.
 
         Raises:
             EpochChanged, PeerLost: see the class.
@@ -172,7 +172,7 @@ class Channel:
         self.await_either(mark.query)
 
     def await_either(self, over: Callable[[], bool]) -> None:
-        """Wait until a message is there, or ``over()``.
+        """Waits until a message is there, or ``over()``.
 
         That is asked anew whenever a message has arrived or a connection has ended, as that of a copy does.
 

@@ -37,7 +37,7 @@ _TIMED = 1 << 20
 
 
 class Traffic(Protocol):
-    """What connections of one purpose are for. Called by whichever thread attends to the connection.
+    """The use of connections of one purpose. Called by whichever thread attends to the connection.
 
     Attributes:
         purpose: names it in handshakes.
@@ -52,7 +52,7 @@ class Traffic(Protocol):
         """A frame has arrived, with its key and what it carries."""
 
     def closed(self, connection: Connection, reason: str | None) -> None:
-        """It has ended, and is none of the hub's any more; ``reason``: none if that is as it should be."""
+        """It has ended, and is none of the hub's any more; ``reason``: none of an orderly end."""
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class _Outgoing:
         return self.copy.reached(self.done + _size(self.segments[0]))
 
     def give_up(self) -> None:
-        """Send no more of its data."""
+        """Sends no more of its data."""
         self.segments, self.void = deque([[wire.VOID]]), True
 
 
@@ -110,7 +110,7 @@ class Connection:
         sent: frames given to :meth:`send`.
         asked, confirmed: those that it was asked about, and that the other end has said it has read.
         sharing: what carries the data of segments.
-        rate: bytes per second at which the last frame of some size went out; ``None``: there was none.
+        rate: bytes per second at which the last frame of some size went out; ``None`` before the first.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Connection:
 
     @property
     def interest(self) -> int:
-        """What the loop is to look for, as ``select.epoll`` has it."""
+        """The events that the loop is to look for, as ``select.epoll`` has them."""
         return (0 if self.driven else select.EPOLLIN) | (select.EPOLLOUT if self._blocked else 0)
 
     @property
@@ -168,7 +168,7 @@ class Connection:
         return self.confirmed >= number
 
     def share(self) -> None:
-        """Offer the other end, which this one has called, to share memory."""
+        """Offers the other end, which this one has called, to share memory."""
         with self._sending:
             offer = None if self.ended else self.sharing.offer()
         if offer is not None:
@@ -176,7 +176,7 @@ class Connection:
 
     # -- sending -----------------------------------------------------------------------------------------
     def send(self, epoch: int, frame: wire.Segments, copy: Copy | None = None, yields: bool = False) -> int:
-        """Send a frame as far as the kernel takes it now, and keep the rest; returns its number.
+        """Sends a frame as far as the kernel takes it now, and keeps the rest; returns its number.
 
         Args:
             copy: brings its data to host memory. What is not there yet does not go out, nor do later frames; the caller
@@ -196,7 +196,7 @@ class Connection:
         return number
 
     def flush(self) -> bool:
-        """Go on sending, once it is open; whether that has ended any frame."""
+        """Goes on sending, once it is open; returns whether that has ended any frame."""
         with self._sending:
             before = len(self._left)
             if self.open:
@@ -204,7 +204,7 @@ class Connection:
             return len(self._left) < before
 
     def give_up(self, epoch: int) -> None:
-        """Send nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
+        """Sends nothing more of ``epoch`` and those before it; a frame that has begun ends as a void one.
 
         What is ready for the kernel still goes out, as it is now: its memory may be changed when this returns.
         """
@@ -230,7 +230,7 @@ class Connection:
                 blocked = True
                 break
             except OSError as error:
-                # The connection is over. Whoever reads finds that too, after what the other end has said at last.
+                # The connection is over. The reading thread finds that too, after what the other end has said at last.
                 logger.info("writing to %s failed: %s", self.member, error)
                 self._failure = self._failure or error.with_traceback(None)  # whose frames keep what was sent
                 sockets.shut(self.socket, socket.SHUT_WR)  # where it is not (out of memory): now it is
@@ -249,7 +249,7 @@ class Connection:
         self._begun = self._interrupted = None
 
     def _prepare_some(self) -> bool:
-        """Have enough ready for one call of the kernel; whether there is anything."""
+        """Prepares enough for one call of the kernel; returns whether there is anything."""
         carried = False  # a segment that the other end can take as soon as it has the mark
         while not carried and self._prepared - self._taken < _READY and len(self._ready) < _PIECES:
             self._begin_next()
@@ -269,7 +269,7 @@ class Connection:
         return bool(self._ready)
 
     def _begin_next(self) -> None:
-        """Begin a frame if none is, or one that the one that is lets pass."""
+        """Begins a frame if none is, or one that the one that is lets pass."""
         before = self._begun
         if before is not None and (before.void or not before.yields):
             return
@@ -287,7 +287,7 @@ class Connection:
         self._prepare(frame.head)
 
     def _go_on(self) -> None:
-        """With the frame that was interrupted, if there is one; what has passed it counts for no rate."""
+        """Goes on with the frame that was interrupted, if there is one; what has passed it counts for no rate."""
         self._begun, self._interrupted = self._interrupted, None
         if self._begun is not None and self._timed is not None and self._timed[0] == self._begun.number:
             number, size, since = self._timed
@@ -327,12 +327,12 @@ class Connection:
 
     # -- reading -----------------------------------------------------------------------------------------
     def read(self) -> None:
-        """Take what has arrived, or some MiB of it, and leave nothing in the buffer. Hold :attr:`reading`.
+        """Takes what has arrived, or some MiB of it, and leaves nothing in the buffer. Hold :attr:`reading`.
 
         Raises:
             Ended: the connection has.
             Exception: the other end does not keep to the form of frames, or a signal handler of the script has raised
-                this. Then nobody knows any more which bytes come next.
+                this. Then it is not known which bytes come next.
         """
         self._budget = _READ_AT_MOST
         while True:
@@ -341,7 +341,7 @@ class Connection:
                     self._take_from_buffer()
                     continue
                 if self._budget <= 0:
-                    return  # the rest is in the kernel, which tells of it; what is in the buffer nobody would tell of
+                    return  # the rest is in the kernel, which tells of it; of what is in the buffer it would not tell
                 direct = len(self._target) if len(self._target) >= _BUFFER else 0
                 try:
                     if direct:  # and what comes after it: a mark, or the head of a frame
@@ -373,7 +373,7 @@ class Connection:
             yield from self._frame(block, mark)
 
     def _frame(self, block: memoryview, mark: memoryview, between: bool = False) -> Generator[memoryview, None, None]:
-        """As :meth:`_parse`, of one frame: what it carries is none of the connection's any more once it is taken.
+        """Does as :meth:`_parse`, for one frame: what it carries is none of the connection's any more once it is taken.
 
         Args:
             block, mark: memory for these.
@@ -413,13 +413,13 @@ class Connection:
 
     # -- the end -----------------------------------------------------------------------------------------
     def hang_up(self) -> None:
-        """Have the loop find that it has ended. From any thread."""
+        """Has the loop find that it has ended. From any thread."""
         with self._sending:
             if not self.ended:
                 sockets.shut(self.socket)
 
     def end(self) -> None:
-        """Close it. Hold :attr:`reading`, or know that nobody reads."""
+        """Closes the connection. Hold :attr:`reading`, or know that no thread reads."""
         with self._sending:
             self.ended = True
             self.socket.close()

@@ -28,7 +28,6 @@ class Epoch:
     """One epoch, to :meth:`destroy`. Only :attr:`life` may be used from any thread.
 
     Args:
-        plan: its plan.
         hub: this worker's connections.
         member: this member.
         address: the advertised address.
@@ -41,7 +40,7 @@ class Epoch:
         number: the plan's.
         life: whether it goes on, and its end.
         links: this member's messages to the others and theirs.
-        agreement: what all members do together.
+        agreement: collectives of all members.
         receives: those posted on ``links``.
         groups: torch's groups that run its collectives.
     """
@@ -74,7 +73,7 @@ class Epoch:
         self._meetings: Counter[str] = Counter()
 
     def enter(self) -> None:
-        """Take part in it; waits for nobody."""
+        """Takes part in the epoch; waits for no member."""
         self.links.enter()
         self.agreement.enter()
 
@@ -96,7 +95,7 @@ class Epoch:
         newest: int | None = None,
         yields: bool = False,
     ) -> Channel:
-        """Open a channel, see there. Local: members connect when they first have something to send, and what arrived
+        """Opens a channel, see there. Local: members connect when they first have something to send, and what arrived
         before is not lost.
 
         Raises:
@@ -111,7 +110,7 @@ class Epoch:
         return channel
 
     def drain(self) -> None:
-        """Wait until all messages that this member has sent are in the memory of the receiving processes.
+        """Waits until all messages that this member has sent are in the memory of the receiving processes.
 
         Raises:
             EpochChanged, PeerLost: the epoch has ended, or any of them can no longer be delivered.
@@ -119,13 +118,13 @@ class Epoch:
         self.links.flush()
 
     def meet(self, operation: str, group: str, members: Sequence[str], timeout: timedelta) -> None:
-        """Wait until ``members`` have met, see :class:`.agreement.Agreement`. They meet in one order in a ``group``."""
+        """Waits until ``members`` have met, see :class:`.agreement.Agreement`; in a ``group`` all meet in one order."""
         self._meetings[group] += 1
         key = f"meeting/{group}/{self._meetings[group]}".encode()
         self.agreement.meet(operation, key, members, timeout, flat=True)
 
     def _explain(self, host: str | None, port: int | None) -> EpochChanged | None:
-        """Why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
+        """The reason why a connection of gloo broke, as far as our own connections tell; waits a moment for them.
 
         Returns:
             ``PeerLost``, or ``EpochChanged`` if the member only left the epoch; ``None`` if nothing is known.
@@ -134,7 +133,7 @@ class Epoch:
         return self.links.await_failure(self.plan.members if member is None else [member], _PROBE)
 
     def conclude(self) -> None:
-        """Make an end of the channels: after an abort, or as a clean end of the epoch. Idempotent.
+        """Makes an end of the channels: after an abort, or as a clean end of the epoch. Idempotent.
 
         A clean end is collective: it waits (abortably) until all messages are delivered and all members conclude. If a
         connection failed before, the epoch is aborted instead. The connections go on.
@@ -156,7 +155,7 @@ class Epoch:
                 channel.clear()
 
     def destroy(self) -> None:
-        """Release groups and messages. Called by the main thread, which is in no operation of this epoch."""
+        """Releases groups and messages. Called by the main thread, which is in no operation of this epoch."""
         self.life.abort("left", orderly=True)
         # Another thread may be in the middle of it, about to shut down what is released here.
         self.life.await_abort()

@@ -134,10 +134,10 @@ class Groups:
             self._connecting_pairs = range(0)
 
     def _connect(self, group: Any, what: str, members: Sequence[str], timeout: timedelta, device: torch.device) -> None:
-        """Make the communicator of ``group``, on a thread of its own: an abort does not wake a thread that is in that.
+        """Makes the communicator of ``group``, on a thread of its own: an abort does not wake a thread that is in that.
 
         All ``members`` are there. If one is lost now, the thread is left to itself. Nothing waits for the end of that
-        communicator: it has no tensor of anybody.
+        communicator: it has no tensors.
         """
         device = numbered(device)
         made: Future[None] = Future()
@@ -163,7 +163,7 @@ class Groups:
             raise
 
     def _open_device(self, store: TorchStore, members: Sequence[str], timeout: timedelta) -> None:
-        """Have a gloo device, and know where those of ``members`` listen."""
+        """Opens a gloo device, and learns where those of ``members`` listen."""
         if self._listener is None:
             host = sockets.endpoint(sockets.resolve(self._address, 0)[1])[0]
             for _ in range(3):  # another thread may open a listening socket at the same moment
@@ -180,7 +180,7 @@ class Groups:
             self._endpoints = {**self._endpoints, (host, int(port)): member}
 
     def member_at(self, host: str | None, port: int | None) -> str | None:
-        """Whose gloo listens there; ``None`` if unknown, as of connections that the peer made."""
+        """The member whose gloo listens there; ``None`` if unknown, as of connections that the peer made."""
         if host is None or port is None:
             return None
         address = sockets.endpoint((host, port))[0]
@@ -210,10 +210,10 @@ class Groups:
         return work
 
     def confirm(self, operation: str) -> None:
-        """Wait until the devices are through with all collectives of the epoch, so that their results count.
+        """Waits until the devices are through with all collectives of the epoch, so that their results count.
 
         Raises:
-            EpochChanged: the epoch has ended, and nobody knows which of them have been cut off. Where all run on the
+            EpochChanged: the epoch has ended, and it is not known which of them were cut off. Where all run on the
                 host each has told by itself.
         """
         if not self._any_behind:
@@ -228,7 +228,7 @@ class Groups:
 
     # -- the end -----------------------------------------------------------------------------------------
     def _interrupt(self) -> None:
-        """Abort communicators, and shut gloo's sockets down until nobody is blocked in the epoch. Returns at once."""
+        """Aborts communicators, and shuts gloo's sockets down until no caller is in the epoch. Returns at once."""
         for (key, kind, members), group in list(self._groups.items()):
             if kind in BEHIND:  # gloo's has nothing to call: its sockets are shut down instead
                 what = f"NCCL group {key} of {', '.join(members)} (epoch {self._life.number})"
@@ -240,7 +240,7 @@ class Groups:
             self._sweeper.start()
 
     def await_aborts(self) -> None:
-        """Wait until all communicators of an aborted epoch are, before new ones are made.
+        """Waits until all communicators of an aborted epoch are, before new ones are made.
 
         Raises:
             AbortFailed: one has failed, or blocks.
@@ -272,7 +272,7 @@ class Groups:
             self._answer_for_peers(listener, pairs)
 
     def _answer_for_peers(self, listener: Endpoint, pairs: range) -> None:
-        """Wake gloo's construction where it waits for a peer that never connects.
+        """Wakes gloo's construction where it waits for a peer that never connects.
 
         There is no socket yet that could be shut down. A connecting peer names the pair it wants by an
         8-byte number; a connection that does so and closes makes gloo fail that pair.
@@ -286,7 +286,7 @@ class Groups:
                 return
 
     def destroy(self) -> None:
-        """Release the groups of an aborted epoch, in which nobody is blocked.
+        """Releases the groups of an aborted epoch, in which no caller is blocked.
 
         gloo's part of it happens in a thread of its own: an operation that was in the middle of its data when
         a connection ended keeps its group's threads until its timeout, whatever one does.
@@ -299,7 +299,7 @@ class Groups:
         remains += [work.abandon() for work in list(self.works)]
         self._unfinished.clear()
         if self._groups:
-            # Here and not later: what is freed now may be somebody's port in the next epoch.
+            # Here and not later: what is freed now may be another port in the next epoch.
             self._shut_down()
         self._groups.clear()
         self._stores.clear()
@@ -312,7 +312,7 @@ class Groups:
         self._undertaker.start()
 
     def released(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds until the destroyed groups are gone; whether they are."""
+        """Waits up to ``timeout`` seconds until the destroyed groups are gone; returns whether they are."""
         if self._undertaker is None:
             return True
         self._undertaker.join(timeout)

@@ -1,4 +1,4 @@
-"""How both ends of a connection prove that they belong to the job before a word of the other counts.
+"""The proofs of a connection's ends that they belong to the job, before a word of the other counts.
 
 ::
 
@@ -8,8 +8,8 @@
        | tag  ->                          |
 
 A host draws its token, which members find where they find its address: in a job without a secret it is all there is to
-know. The first tag has one nonce only: who has overheard it gets an answer, and no further. A stranger gets no further
-than the first message, whose size is bounded, and costs nobody time: hosts attend to all callers at once. What follows
+know. The first tag has one nonce only: an eavesdropper gets an answer, and no further. A stranger gets no further
+than the first message, whose size is bounded, and costs no time: hosts attend to all callers at once. What follows
 on the connection carries no tags.
 """
 
@@ -37,7 +37,7 @@ _MAGIC = b"bamboo-3"
 #: Magic, purpose, nonce, length of the name.
 _HELLO = struct.Struct(f"<{len(_MAGIC)}s8s{_NONCE}sH")
 _LONGEST_NAME = 256
-#: Seconds that a caller may take: a member that was stopped meanwhile, say. Nobody waits for it.
+#: Seconds that a caller may take: a member that was stopped meanwhile, say. It delays no member.
 GRACE_S = 30.0
 #: Callers that a host attends to at once; one more, and the oldest has to go.
 #: Those that are expected come on top, and who has not said that he is one of them has to go first.
@@ -94,8 +94,8 @@ class Handshake:
         connection: with a timeout :meth:`advance` waits for the end, else it never blocks.
 
     Attributes:
-        answered: something has been said to the other end; by a host only to who knows the secret and the token, or has
-            overheard somebody who does.
+        answered: something has been said to the other end; by a host only to a caller with secret and token, or one
+            that has overheard such a caller.
         purpose: what the connection is for, once that is proven.
     """
 
@@ -124,7 +124,7 @@ class Handshake:
         return None
 
     def advance(self) -> str | None:
-        """Go on with what has arrived; the name of the other end when that is proven.
+        """Goes on with what has arrived; returns the name of the other end when that is proven.
 
         Raises:
             Refused: it is a stranger.
@@ -145,16 +145,16 @@ class Handshake:
 
 
 class Door:
-    """Attends to all who call at a listening socket, until they have proven who they are.
+    """Attends to all callers at a listening socket, until they have proven who they are.
 
     Args:
         loop: tells what is ready.
-        listener: not blocking; closed by whoever made it.
+        listener: not blocking; closed by its maker.
         talk: makes the host's part of a talk with one caller.
         admit: called with a member's name, its connection and what that is for, when it has proven itself.
 
     Attributes:
-        expected: how many members may call at the same time.
+        expected: the number of members that may call at the same time.
     """
 
     def __init__(
@@ -208,7 +208,7 @@ class Door:
         return next((caller for caller, handshake in self._callers.items() if not handshake.answered), None)
 
     def _make_room(self, shortage: OSError) -> None:
-        """Have a descriptor at the next try: the caller waits in the kernel's queue."""
+        """Frees a descriptor for the next try: the caller waits in the kernel's queue."""
         stranger = self._stranger()
         if stranger is not None:
             self._refuse(stranger, shortage)
@@ -220,7 +220,7 @@ class Door:
         self._loop.change(self._listener, 0)
 
     def grace(self) -> float | None:
-        """Seconds until there is something to do besides; ``None``: there is not. Silent callers are refused."""
+        """Seconds until there is something to do besides, or ``None``. Silent callers are refused."""
         waits = []
         if self._again_at is not None:
             waits.append(self._again_at - time.monotonic())
@@ -248,7 +248,7 @@ class Door:
         self._loop.forget(caller)
 
     def close(self) -> None:
-        """Send everybody away who is not known yet."""
+        """Sends all callers away that are not known yet."""
         for caller in list(self._callers):
             self._forget(caller)
             caller.close()

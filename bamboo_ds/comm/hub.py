@@ -111,7 +111,7 @@ class Hub:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def enter(self, receiver: Receiver, members: Collection[str]) -> None:
-        """Give what arrives for an epoch to ``receiver`` from now on, what has arrived already first."""
+        """Gives what arrives for an epoch to ``receiver`` from now on, what has arrived already first."""
         with self.changed:
             self._receiver = receiver
             self._door.expected = len(members)
@@ -124,7 +124,7 @@ class Hub:
             receiver.left(member, False)
 
     def leave(self, epoch: int, over: bool) -> None:
-        """Tell all others that this member has left ``epoch``, and send nothing more of it. From any thread.
+        """Tells all others that this member has left ``epoch``, and sends nothing more of it. From any thread.
 
         Args:
             over: it has ended in the middle, and the others are to leave it as well.
@@ -137,7 +137,7 @@ class Hub:
             connection.send(epoch, wire.control(wire.LEFT, over, epoch))
 
     def drop(self, members: Iterable[str]) -> None:
-        """End the connections to members that have no part in the job any more."""
+        """Ends the connections to members that have no part in the job any more."""
         for member in members:
             for connection in self._all_to(member):
                 self._end(connection, None)
@@ -155,7 +155,7 @@ class Hub:
         return several[0] if several else None
 
     def _all_to(self, member: str) -> list[Connection]:
-        """Those that what ``member`` sends may come by."""
+        """The connections that frames of ``member`` may come by."""
         return list(self._connections.get((self.purpose, member), ()))
 
     def reach(self, member: str, place: str) -> Connection:
@@ -188,7 +188,7 @@ class Hub:
         return connection
 
     def _introduce(self, connection: Connection, token: str, at_once: int) -> None:
-        """The other end may be there, unless an error has shown at once: begin to prove ourselves."""
+        """Begins to prove ourselves to the other end, which may be there, unless an error has shown at once."""
         if connection.ended:
             return  # it has been dropped meanwhile
         self._calls.pop(connection, None)
@@ -254,7 +254,7 @@ class Hub:
         """A connection is ready, on the loop's thread."""
         if events & select.EPOLLOUT:
             self._flush(connection)
-        if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else somebody reads it
+        if events & ~select.EPOLLOUT and connection.reading.acquire(blocking=False):  # else another thread reads it
             try:
                 self._read(connection)
             finally:
@@ -265,12 +265,12 @@ class Hub:
             self._notify()
 
     def flush_after(self, copy: Copy, connection: Connection) -> None:
-        """Have ``connection`` go on at each mark of ``copy``."""
+        """Has ``connection`` go on at each mark of ``copy``."""
         for mark in copy.marks:
             self._marks.when(mark, partial(self._flush, connection))
 
     def notify_at(self, mark: StreamMark) -> None:
-        """Have those that wait look again once ``mark`` is reached."""
+        """Has those that wait look again once ``mark`` is reached."""
         self._marks.when(mark, self._notify)
 
     def _notify(self) -> None:
@@ -278,7 +278,7 @@ class Hub:
             self.changed.notify_all()
 
     def _read(self, connection: Connection) -> None:
-        """Read what there is; the caller holds ``connection.reading``.
+        """Reads what there is; the caller holds ``connection.reading``.
 
         What a signal handler of the script raises meanwhile is the script's, and ends the connection.
         """
@@ -288,7 +288,7 @@ class Hub:
             connection.read()
         except Ended as error:
             self._close(connection, f"connection ended: {error or type(error).__name__}")
-        except BaseException as error:  # a broken peer: whoever waits for it must not wait for ever
+        except BaseException as error:  # a broken peer: threads that wait for it must not do so for ever
             self._close(connection, f"connection ended: {type(error).__name__}: {error}")
             if threading.current_thread() is threading.main_thread() and not isinstance(error, ProtocolError):
                 raise
@@ -299,7 +299,7 @@ class Hub:
             self._close(connection, reason)
 
     def _close(self, connection: Connection, reason: str | None) -> None:
-        """End a connection, whose reader the caller is; ``reason``: none if that is as it should be."""
+        """Ends a connection, whose reader the caller is; ``reason``: none of an orderly end."""
         if connection.ended:
             return
         with self._watching:
@@ -315,7 +315,7 @@ class Hub:
 
     # -- messages ----------------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
-        """Whoever waits for this member in an epoch that it has left must know."""
+        """Tells the member, which may wait in an epoch that this one has left."""
         connection.send(self.ended, wire.control(wire.LEFT, epoch=self.ended))
 
     def closed(self, connection: Connection, reason: str | None) -> None:
@@ -347,7 +347,7 @@ class Hub:
 
     # -- waiting -----------------------------------------------------------------------------------------
     def wait_for(self, over: Callable[[], bool], members: Sequence[str], timeout_s: float) -> bool:
-        """Wait until ``over()``, at most ``timeout_s`` seconds; the caller holds :attr:`changed`. Whether it is over.
+        """Waits until ``over()``, at most ``timeout_s`` seconds; the caller holds :attr:`changed`. Whether it is over.
 
         What ``members`` send is read here, which spares their messages the way through another thread.
         """
@@ -405,7 +405,7 @@ class Hub:
 
     # -- the end -----------------------------------------------------------------------------------------
     def close(self) -> None:
-        """End all connections and the thread."""
+        """Ends all connections and the thread."""
         self._closed = True
         self._marks.stop()
         self._loop.stop()

@@ -24,13 +24,13 @@ _cuda_kind = NCCL
 
 
 def use_for_cuda(kind: str) -> None:
-    """From now on groups of CUDA tensors are of ``kind``, on all members: gloo takes them through host memory."""
+    """Makes groups of CUDA tensors ones of ``kind`` from now on, everywhere: gloo takes them through host memory."""
     global _cuda_kind
     _cuda_kind = kind
 
 
 def kind_for(device: torch.device) -> str:
-    """Which kind of inner group serves tensors on ``device``.
+    """The kind of inner group that serves tensors on ``device``.
 
     That of devices for which DeepSpeed communicates by NCCL is NCCL, unless :func:`use_for_cuda` says otherwise. All
     others are served by gloo, those of devices through host memory.
@@ -54,7 +54,7 @@ def runs_behind(device: torch.device) -> bool:
 
 
 def connect(group: Any, size: int, device: torch.device) -> None:
-    """Make the communicator of a new group that runs behind the host. Collective over its ``size`` members; blocks.
+    """Makes the communicator of a new group that runs behind the host. Collective over its ``size`` members; blocks.
 
     Torch makes it in the group's first collective on ``device``, which has a number, and NCCL what connects each two
     ranks in the first exchange of all with all.
@@ -67,7 +67,7 @@ def connect(group: Any, size: int, device: torch.device) -> None:
 
 
 def create_inner(kind: str, store: Store, rank: int, size: int, timeout: timedelta, gloo_device: Any) -> Any:
-    """Create an inner group. Collective over its ``size`` members; gloo blocks until all have come, NCCL does not.
+    """Creates an inner group. Collective over its ``size`` members; gloo blocks until all have come, NCCL does not.
 
     Args:
         kind: :data:`GLOO` or :data:`NCCL`.

@@ -21,14 +21,14 @@ _ASK, _ANSWER = b"store/ask", b"store/answer"
 
 
 class Values:
-    """Keys and values, and who waits for which."""
+    """Keys and values, and the requests that wait for them."""
 
     def __init__(self) -> None:
         self._data: dict[str, str] = {}
         self._waiting: dict[tuple[str, int], list[str]] = {}  # keys by asking member and number
 
     def ask(self, member: str, number: int, request: dict[str, Any]) -> list[tuple[str, int, Any]]:
-        """Do what a member asks for; whom to answer what now: member, number, value."""
+        """Does what a member asks for; returns the answers that are due: member, number, value."""
         operation, key, data = request["op"], request.get("key", ""), self._data
         if operation == "get":
             self._waiting[member, number] = list(request["keys"])
@@ -58,20 +58,20 @@ class Values:
         return [(member, number, value), *self._answers()]
 
     def _answers(self) -> list[tuple[str, int, Any]]:
-        """To those whose keys are all there."""
+        """Answers to the requests whose keys are all there."""
         ready = [asked for asked, keys in self._waiting.items() if all(key in self._data for key in keys)]
         return [(*asked, [self._data[key] for key in self._waiting.pop(asked)]) for asked in ready]
 
 
 class Reach(Protocol):
-    """Puts one request to whoever keeps the keys, and waits for the answer."""
+    """Puts one request to the keeper of the keys, and waits for the answer."""
 
     def __call__(self, request: dict[str, Any], timeout: timedelta) -> Any:
         """The answer; raises ``TimeoutError``."""
 
 
 class StoreHost:
-    """What this member keeps for others in one epoch, and its requests to them. For any thread."""
+    """Keys that this member keeps for others in one epoch, and its requests to them. For any thread."""
 
     def __init__(self, links: Links) -> None:
         self._links = links
@@ -82,7 +82,7 @@ class StoreHost:
         links.services[_ANSWER] = self._note
 
     def reached_at(self, host: str) -> Reach:
-        """Puts requests to ``host``."""
+        """A function that puts requests to ``host``."""
 
         def reach(request: dict[str, Any], timeout: timedelta) -> Any:
             return self._ask(host, request, timeout)
@@ -178,13 +178,13 @@ class TorchStore(dist.Store):  # type: ignore[misc]
     def exchange(
         self, what: str, member: str, mine: str, members: Sequence[str], timeout: timedelta | None = None
     ) -> dict[str, str]:
-        """Publish a text as ``member``, and wait for those of ``members``."""
+        """Publishes a text as ``member``, and waits for those of ``members``."""
         self.set(f"{what}/{member}", mine)
         answers = self.multi_get([f"{what}/{each}" for each in members], timeout)
         return {each: answer.decode() for each, answer in zip(members, answers, strict=True)}
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """The session's timeout applies."""
+        """Does nothing: the session's timeout applies."""
 
 
 def _characters(value: str | bytes) -> str:

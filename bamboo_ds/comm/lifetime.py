@@ -1,4 +1,4 @@
-"""The lifetime of one epoch: whether it goes on, who is blocked in it, how it is aborted, what its failures mean.
+"""The lifetime of one epoch: its end, the callers that are blocked in it, and the meaning of its failures.
 
 Translating what torch raises into the errors that callers handle is done here and nowhere else.
 """
@@ -65,17 +65,17 @@ class Lifetime:
         self._blocked = 0
         self._callbacks: dict[object, Callable[[], None]] = {}
         self._accused: set[str | None] = set()
-        self._over = threading.Event()  # whoever has aborted it is through with that
+        self._over = threading.Event()  # the thread that has aborted it is through with that
 
     # -- state -------------------------------------------------------------------------------------------
     @property
     def aborted(self) -> str | None:
-        """Why the epoch was aborted, or ``None``."""
+        """The reason why the epoch was aborted, or ``None``."""
         return self._aborted
 
     @property
     def blocked(self) -> int:
-        """How many callers are in an operation that may block."""
+        """The number of callers in an operation that may block."""
         return self._blocked
 
     def ended(self, operation: str) -> EpochChanged:
@@ -84,7 +84,7 @@ class Lifetime:
         return EpochChanged(text) if self._loss is None else PeerLost(text, self._loss.member)
 
     def check(self, operation: str) -> None:
-        """Raise ``EpochChanged`` if the epoch is aborted."""
+        """Raises ``EpochChanged`` if the epoch is aborted."""
         if self._aborted is not None:
             raise self.ended(operation)
 
@@ -95,34 +95,34 @@ class Lifetime:
 
         Args:
             operation: for messages.
-            peer: the member on whom alone it depends, if there is one.
+            peer: the only member that it depends on, if there is one.
         """
         return _Calling(self, operation, peer)
 
     def enter(self, operation: str) -> None:
-        """Count a caller that may block."""
+        """Counts a caller that may block."""
         with self._lock:
             self.check(operation)
             self._blocked += 1
 
     def leave(self) -> None:
-        """Take the caller back."""
+        """Counts the caller no more."""
         with self._lock:
             self._blocked -= 1
             if self._aborted is not None:
                 self._quiet.notify_all()
 
     def quiet(self, timeout: float) -> bool:
-        """Wait up to ``timeout`` seconds until no caller is blocked; whether none is."""
+        """Waits up to ``timeout`` seconds until no caller is blocked; returns whether none is."""
         with self._lock:
             return self._quiet.wait_for(lambda: self._blocked == 0, timeout)
 
     # -- the end -----------------------------------------------------------------------------------------
     def call_on_abort(self, callback: Callable[[], None]) -> Callable[[], None]:
-        """Call ``callback`` when the epoch is aborted (at once if it is), after those before. It must not block.
+        """Calls ``callback`` when the epoch is aborted (at once if it is), after those before. It must not block.
 
         Returns:
-            What takes the order back.
+            A function that takes the order back.
         """
         order = object()
         with self._lock:
@@ -138,7 +138,7 @@ class Lifetime:
         return take_back
 
     def abort(self, reason: str, loss: PeerLost | None = None, orderly: bool = False) -> bool:
-        """Make every operation raise ``EpochChanged``, and call back; from any thread. False if that was done.
+        """Makes every operation raise ``EpochChanged``, and calls back; from any thread. False if that was done.
 
         The end is noted before anything is called: communicators are aborted only once nothing calls them any more.
 
@@ -161,13 +161,13 @@ class Lifetime:
         return True
 
     def await_abort(self) -> None:
-        """Wait until the thread that has aborted the epoch is through with that, unless it was ended in between."""
+        """Waits until the thread that has aborted the epoch is through with that, unless it was ended in between."""
         if not self._over.wait(_ABORT_S):
             logger.error("epoch %d: its abort is not through after %.0f s", self.number, _ABORT_S)
 
     # -- failures ----------------------------------------------------------------------------------------
     def peer_failed(self, member: str | None, reason: str) -> None:
-        """Tell the control plane, once per member, that an operation towards ``member`` failed."""
+        """Tells the control plane, once per member, that an operation towards ``member`` failed."""
         with self._lock:
             if member in self._accused:
                 return
@@ -176,7 +176,7 @@ class Lifetime:
         self._on_peer_failure(member, reason)
 
     def lost(self, member: str, reason: str) -> PeerLost:
-        """Report the loss of ``member``; returns the error to raise."""
+        """Reports the loss of ``member``; returns the error to raise."""
         self.peer_failed(member, reason)
         return PeerLost(f"epoch {self.number}, towards {member}: {reason}", member)
 

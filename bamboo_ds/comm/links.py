@@ -44,13 +44,13 @@ class Ticket(NamedTuple):
 
 
 class Links:
-    """What this member has of the others in one epoch.
+    """This member's messages to and from the others in one epoch.
 
     Args:
         life: the epoch's.
         hub: this worker's connections.
         members: all of the epoch, in the plan's order, and ``member``: this one.
-        places: where each is reached.
+        places: the address of each.
         stand: tells where this member's script is; see :class:`.standing.Standings`.
 
     Attributes:
@@ -58,7 +58,7 @@ class Links:
         member: this one.
         changed: the hub's.
         heard: members of which something has arrived in the epoch.
-        waiting: how many threads wait, guarded by ``changed``.
+        waiting: the number of threads that wait, guarded by ``changed``.
         services: by key, what takes messages instead of the inbox.
     """
 
@@ -87,12 +87,12 @@ class Links:
         }
 
     def enter(self) -> None:
-        """Have what arrives for this epoch from now on."""
+        """Takes what arrives for this epoch from now on."""
         self._hub.enter(self, self._members)
 
     # -- messages ----------------------------------------------------------------------------------------
     def deliver(self, key: bytes, message: PeerMessage) -> None:
-        """Put a message into the inbox (of this member's own roles, too)."""
+        """Puts a message into the inbox (of this member's own roles, too)."""
         if self.life.aborted is not None:
             return
         with self.changed:
@@ -128,13 +128,13 @@ class Links:
             self.changed.notify_all()
 
     def _leave(self) -> None:
-        """Wake those that wait here, and have the others know."""
+        """Wakes those that wait here, and tells the others."""
         with self.changed:
             self.changed.notify_all()
         self._hub.leave(self.number, not self.life.orderly)
 
     def keep(self, key: bytes, sequence: int, payload: Payload | Staged) -> None:
-        """Deliver a message of this member to itself, with a copy of ``payload``."""
+        """Delivers a message of this member to itself, with a copy of ``payload``."""
         self.deliver(key, PeerMessage(self.member, sequence, *copied(payload), arrival=time.monotonic()))
 
     def drop(self, key: bytes) -> None:
@@ -143,13 +143,13 @@ class Links:
 
     def inbox(self, key: bytes, newest: int | None = None) -> deque[PeerMessage]:
         """The messages for ``key``, oldest first, at most the ``newest``. Hold :attr:`changed` to look or take."""
-        found = self._inbox.setdefault(key, deque(maxlen=newest))
-        if found.maxlen != newest:  # some came before it was known how many are wanted
-            found = self._inbox[key] = deque(found, newest)
-        return found
+        messages = self._inbox.setdefault(key, deque(maxlen=newest))
+        if messages.maxlen != newest:  # some came before it was known how many are wanted
+            messages = self._inbox[key] = deque(messages, newest)
+        return messages
 
     def send(self, member: str, key: bytes, sequence: int, payload: Payload | Staged, yields: bool = False) -> Ticket:
-        """Send a message to another member; returns at once.
+        """Sends a message to another member; returns at once.
 
         Args:
             yields: it lets later ones pass that do not; see :meth:`.connection.Connection.send`.
@@ -176,7 +176,7 @@ class Links:
         return Ticket(connection, connection.send(self.number, frame, copy, yields))
 
     def _check(self, member: str) -> None:
-        """Raise why nothing more will come from ``member``, if so."""
+        """Raises the error that nothing more will come from ``member``, if so."""
         failure = self._failures.get(member)
         if failure is not None:
             raise _again(failure)
@@ -188,15 +188,15 @@ class Links:
 
     # -- waiting -----------------------------------------------------------------------------------------
     def notify_at(self, mark: StreamMark) -> None:
-        """Have those that wait look again once ``mark`` is reached."""
+        """Has those that wait look again once ``mark`` is reached."""
         self._hub.notify_at(mark)
 
     def failure(self, member: str) -> EpochChanged | None:
-        """Why nothing more will come from ``member``, or ``None``."""
+        """The reason why nothing more will come from ``member``, or ``None``."""
         return self._failures.get(member)
 
     def await_failure(self, members: Iterable[str], timeout: float) -> EpochChanged | None:
-        """Why the first of ``members`` that has failed is gone; waits up to ``timeout`` seconds."""
+        """The reason why the first failed one of ``members`` is gone; waits up to ``timeout`` seconds."""
         asked = tuple(members)
 
         def first() -> EpochChanged | None:
@@ -209,12 +209,12 @@ class Links:
     def wait(
         self, operation: str, ready: Callable[[], bool], members: Iterable[str], timeout: timedelta | None = None
     ) -> bool:
-        """Wait until ``ready()``; the caller holds :attr:`changed`.
+        """Waits until ``ready()``; the caller holds :attr:`changed`.
 
         Args:
             operation: for messages.
-            members: on whom it depends.
-            timeout: how long.
+            members: that it depends on.
+            timeout: of the wait.
 
         Returns:
             Whether it is ready; ``False`` after ``timeout``.
@@ -246,7 +246,7 @@ class Links:
         return False
 
     def _await(self, over: Callable[[], bool], members: Sequence[str], seconds: float) -> None:
-        """Wait until ``over()``; after a while, and then more and more rarely, ask ``members`` where they are."""
+        """Waits until ``over()``; after a while, and then more and more rarely, asks ``members`` where they are."""
         left, pause = seconds, ASK_AFTER_S
         while not self._hub.wait_for(over, members, min(left, pause)) and left > pause:
             left, pause = left - pause, 2 * pause
@@ -254,7 +254,7 @@ class Links:
                 self.tell(Standings.ASK, member, self._standings.tell())
 
     def tell(self, key: bytes, member: str, payload: Payload) -> None:
-        """Send a message, unless that is not possible any more."""
+        """Sends a message, unless that is not possible any more."""
         with suppress(EpochChanged):  # found by the wait itself
             self.send(member, key, 0, payload)
 
@@ -268,10 +268,10 @@ class Links:
             self._standings.hear(standing)
 
     def flush(self) -> None:
-        """Wait until every member has read everything that was sent to it.
+        """Waits until every member has read everything that was sent to it.
 
         Raises:
-            EpochChanged, PeerLost: somebody has not, and never will.
+            EpochChanged, PeerLost: a member has not, and never will.
         """
         self.life.check("flush")
         unsure: list[tuple[str, Connection, int]] = []
@@ -290,7 +290,7 @@ class Links:
 
     # -- end ---------------------------------------------------------------------------------------------
     def close(self) -> None:
-        """Forget what has arrived; the epoch has been aborted."""
+        """Forgets what has arrived; the epoch has been aborted."""
         self._inbox.clear()
         self.services.clear()
 

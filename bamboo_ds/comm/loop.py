@@ -35,35 +35,35 @@ class SocketLoop:
         self._thread = threading.Thread(target=self._run, name="bamboo-wire", daemon=True)
 
     def start(self) -> None:
-        """Begin to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def watch(self, watched: socket.socket, events: int, handler: Handler) -> None:
-        """Call ``handler`` when ``watched`` is ready."""
+        """Calls ``handler`` when ``watched`` is ready."""
         self._handlers[watched.fileno()] = handler, self._turns
         self._epoll.register(watched, events)
 
     def change(self, watched: socket.socket, events: int) -> None:
-        """Look for other events of a watched socket."""
+        """Looks for other events of a watched socket."""
         self._epoll.modify(watched, events)
 
     def forget(self, watched: socket.socket) -> None:
-        """Look at it no more; its handler may be running."""
+        """Stops watching a socket; its handler may be running."""
         self._handlers.pop(watched.fileno(), None)
         self._epoll.unregister(watched)
 
     def wake(self) -> None:
-        """Ask the timers again."""
+        """Asks the timers again."""
         os.eventfd_write(self._wake, 1)
 
     def stop(self) -> None:
-        """End the thread."""
+        """Ends the thread."""
         self._closing = True
         self.wake()
         self._thread.join()
 
     def close(self) -> None:
-        """Let go of descriptors; the thread has ended."""
+        """Lets go of descriptors; the thread has ended."""
         self._epoll.close()
         os.close(self._wake)
 
@@ -82,7 +82,7 @@ class SocketLoop:
                     self._guarded(partial(handler, events))
 
     def _guarded(self, call: Callable[[], _T]) -> _T | None:
-        """What ``call`` returns; ``None`` if there is a defect in it: all else must go on."""
+        """The result of ``call``; ``None`` after a defect in it: all else must go on."""
         try:
             return call()
         except Exception as error:

@@ -28,7 +28,7 @@ class SendWork(CompletedWork):
         self._timeout = timeout
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the kernel has taken everything.
+        """Waits until the kernel has taken everything.
 
         Raises:
             EpochChanged, PeerLost: it never will.
@@ -48,7 +48,7 @@ class SendWork(CompletedWork):
             return links.life.aborted is not None or self._ticket.written or links.failure(self._member) is not None
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: sends have none."""
+        """Refuses, as in gloo: sends have none."""
         raise RuntimeError("a send has no future")
 
 
@@ -60,15 +60,15 @@ class Receives:
         self._posted: dict[bytes, deque[RecvWork]] = {}
 
     def post(self, work: RecvWork) -> None:
-        """Queue a receive; the caller holds the links' condition."""
+        """Queues a receive; the caller holds the links' condition."""
         self._posted.setdefault(work.key, deque()).append(work)
 
     def withdraw(self, work: RecvWork) -> None:
-        """Take back a receive that nothing has arrived for; the caller holds the links' condition."""
+        """Takes back a receive that nothing has arrived for; the caller holds the links' condition."""
         self._posted[work.key].remove(work)
 
     def match(self, key: bytes) -> None:
-        """Give arrived messages to posted receives: each takes the oldest it accepts, the first posted first.
+        """Gives arrived messages to posted receives: each takes the oldest it accepts, the first posted first.
 
         The caller holds the links' condition.
         """
@@ -89,9 +89,9 @@ class RecvWork(CompletedWork):
     Args:
         receives: those posted in the epoch.
         key: the stream.
-        tensor: where to put what arrives.
+        tensor: for what arrives.
         source: group rank of the sender; ``None`` for any.
-        members: who may send it.
+        members: that may send it.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class RecvWork(CompletedWork):
         return self.message is not None
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the message and copy it into the tensor.
+        """Waits for the message and copies it into the tensor.
 
         Raises:
             EpochChanged, PeerLost: it never comes.
@@ -164,12 +164,12 @@ class RecvWork(CompletedWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: receives have none."""
+        """Refuses, as in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
 
 
 def put(tensor: torch.Tensor, sent: WireTensor, source: int) -> None:
-    """Copy into ``tensor`` what rank ``source`` has ``sent``; raises ``RuntimeError`` if it is of another size."""
+    """Copies into ``tensor`` what rank ``source`` has ``sent``; raises ``RuntimeError`` if it is of another size."""
     plain = bare(tensor)
     size = plain.numel() * plain.element_size()
     if sent.data.numel() != size:
@@ -195,6 +195,6 @@ def check(tensors: list[torch.Tensor], tag: int) -> torch.Tensor:
 
 
 def deliver_here(links: Links, key: bytes, source: int, tensor: torch.Tensor) -> CompletedWork:
-    """Send to another role of the same member."""
+    """Sends to another role of the same member."""
     links.keep(key, source, tensor)
     return CompletedWork([tensor])

@@ -1,4 +1,4 @@
-"""Where workers are reached by other workers. Without torch, which agents do not load."""
+"""Addresses of workers for other workers. Without torch, which agents do not load."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from . import sockets
 
 @dataclass(frozen=True)
 class Place:
-    """Where a worker is reached by others.
+    """The address of a worker for others.
 
     Attributes:
         host, port: of its listener.
@@ -34,7 +34,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Listener:
-    """A listening socket, and what callers must know.
+    """A listening socket, and the token that callers must know.
 
     Attributes:
         socket: bound to the advertised address.
@@ -46,22 +46,22 @@ class Listener:
 
     @classmethod
     def open(cls, address: str) -> Listener:
-        """One at a free port of ``address``."""
+        """A listener at a free port of ``address``."""
         return cls(sockets.listen(address))
 
     @property
     def place(self) -> Place:
-        """Where others reach it."""
+        """The place at which others reach it."""
         return Place(*sockets.endpoint(self.socket.getsockname()), self.token)
 
     @classmethod
     def inherited(cls, text: str) -> Listener:
-        """The one that :meth:`handed_on` tells of; not to be inherited any further."""
+        """The listener that :meth:`handed_on` tells of; not to be inherited any further."""
         descriptor, token = text.split(" ")
         listener = socket.socket(fileno=int(descriptor))
         listener.set_inheritable(False)
         return cls(listener, token)
 
     def handed_on(self) -> str:
-        """What a child process that inherits the socket must know."""
+        """Descriptor and token, for a child process that inherits the socket."""
         return f"{self.socket.fileno()} {self.token}"

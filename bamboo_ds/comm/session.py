@@ -1,4 +1,4 @@
-"""Process-wide state of the data plane: which epoch is attached, and how to leave it at once."""
+"""Process-wide state of the data plane: the attached epoch, and the way to leave it at once."""
 
 from __future__ import annotations
 
@@ -38,20 +38,19 @@ class Session:
         address: the advertised address (name or IP); every socket is bound to it and only to it.
         timeout: default timeout of group operations and of group construction.
         on_peer_failure: called (from any thread) as ``on_peer_failure(member, reason)`` when an operation
-            towards ``member`` failed although the epoch was not aborted; ``None`` if it is not known who.
+            towards ``member`` failed although the epoch was not aborted; ``None`` if that is unknown.
             Called once per member and epoch. Must not block. A member that has already aborted this epoch
-            looks like a failed one: whoever judges accusations must drop those of an epoch that has ended.
+            looks like a failed one: the judge of accusations must drop those of an epoch that has ended.
         silence_s: seconds without any answer of a member's host after which operations towards it fail.
         awaited: called by the thread that attaches with the members that have not come to attach, and for how many
             seconds they have been waited for: after ``tell_after_s``, then after twice as long each time.
-        secret: the job's; who does not know it gets no connection.
-        listener: where others reach this member; ``None``: a new one at ``address``.
+        secret: the job's; callers without it get no connection.
+        listener: that of this member; ``None``: a new one at ``address``.
         host: name of the host; ``None``: the machine's. Members of one share memory.
 
     Attributes:
-        member, address, timeout: as above.
         place: where others reach this member, as plans have it.
-        attachment: what process groups see of it: for whom they are called.
+        attachment: the view that process groups have of it.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Session:
 
     @property
     def aborted(self) -> str | None:
-        """Why the current epoch was aborted, or ``None``."""
+        """The reason why the current epoch was aborted, or ``None``."""
         epoch = self._epoch
         return None if epoch is None else epoch.life.aborted
 
@@ -131,13 +130,13 @@ class Session:
         return self.attachment.current
 
     def check(self) -> None:
-        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        """Raises ``EpochChanged`` if the current epoch is aborted."""
         epoch = self._epoch
         if epoch is not None:
             epoch.life.check("operation")
 
     def wait(self, operation: str, ready: Callable[[], bool], timeout_s: float) -> bool:
-        """Wait until ``ready()``, which is asked ten times a second; raises as an operation with all members.
+        """Waits until ``ready()``, which is asked ten times a second; raises as an operation with all members.
 
         Returns:
             Whether it is ready; ``False`` after ``timeout_s`` seconds.
@@ -152,7 +151,7 @@ class Session:
 
     # -- epochs ------------------------------------------------------------------------------------------
     def attach(self, plan: Plan) -> None:
-        """Enter ``plan``'s epoch, and clear the aborted state. Called by the main thread; waits for nobody.
+        """Enters ``plan``'s epoch, and clears the aborted state. Called by the main thread; waits for no member.
 
         The previous epoch is aborted if it was not, and everything of it destroyed but the connections to members
         that ``plan`` has as well.
@@ -185,20 +184,20 @@ class Session:
 
     @property
     def aborts_are_through(self) -> bool:
-        """Whether communicators of an epoch that has ended hinder nobody from entering the next."""
+        """Whether no communicator of an epoch that has ended hinders this member from entering the next."""
         return self._epoch is None or self._epoch.groups.aborts_are_through
 
     def meet(self) -> None:
-        """Wait until all members of the epoch have entered it.
+        """Waits until all members of the epoch have entered it.
 
         Raises:
             EpochChanged, PeerLost: the epoch has ended, or a member is gone.
-            NotMet: somebody has not come within the session's timeout.
+            NotMet: a member has not come within the session's timeout.
         """
         self.current.agreement.barrier("attaching")
 
     def abort(self, reason: str, epoch: int | None = None, orderly: bool = False) -> None:
-        """End the current epoch; callable from any thread (not from a signal handler), any number of times.
+        """Ends the current epoch; callable from any thread (not from a signal handler), any number of times.
 
         Whatever is blocked in it raises ``EpochChanged`` within 200 ms, also if the peer is merely stopped;
         every later operation raises at once until the next :meth:`attach`.
@@ -219,7 +218,7 @@ class Session:
         target.life.abort(reason, orderly=orderly)
 
     def conclude(self) -> None:
-        """Make an end of the newest epoch's channels, see :meth:`.epoch.Epoch.conclude`."""
+        """Makes an end of the newest epoch's channels, see :meth:`.epoch.Epoch.conclude`."""
         if self._epoch is not None:
             self._epoch.conclude()
 
@@ -230,7 +229,7 @@ class Session:
             self._left.append(epoch)
 
     def released(self, timeout: timedelta) -> bool:
-        """Wait until gloo has let go of the sockets and threads of all epochs that were left; whether it has.
+        """Waits until gloo has let go of the sockets and threads of all epochs that were left; whether it has.
 
         It does so at once, but for operations that had a part of their data when their connection ended: those
         keep theirs until the session's timeout.
@@ -239,7 +238,7 @@ class Session:
         return all([epoch.groups.released(max(0.0, end - time.monotonic())) for epoch in self._left])
 
     def close(self, grace_s: float = CLOSE_S) -> None:
-        """End cleanly: destroy all inner groups, connections and threads; abort what is still in flight. Idempotent.
+        """Ends cleanly: destroys all inner groups, connections and threads; aborts what is still in flight. Idempotent.
 
         For a clean end let all members meet (:meth:`conclude`, or a barrier) first. Every later operation
         raises ``EpochChanged``.
@@ -261,16 +260,16 @@ class Session:
     # -- copies of state ---------------------------------------------------------------------------------
     @property
     def offers(self) -> Offers:
-        """What others may copy from this member."""
+        """The snapshots that others may copy from this member."""
         return self._hub.offers
 
     def fetch(self, member: str, place: str, key: str, timeout_s: float) -> Fetch:
-        """Begin to copy what another member offers; see :class:`.bulk.copying.Fetch`. Needs no epoch."""
+        """Begins to copy what another member offers; see :class:`.bulk.copying.Fetch`. Needs no epoch."""
         return Fetch(self._hub.call, member, place, key, timeout_s)
 
     # -- groups ------------------------------------------------------------------------------------------
     def confirm(self, operation: str) -> None:
-        """Make sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
+        """Makes sure that what collectives of the epoch have given so far counts; see :meth:`.groups.Groups.confirm`.
 
         Raises:
             EpochChanged: the epoch has ended, and with it collectives that devices were still busy with.
@@ -308,7 +307,7 @@ class Session:
 
 
 def init_process_group(session: Session, rank: int, world_size: int) -> None:
-    """Initialise torch.distributed's default group on the backend ``bamboo``.
+    """Initialises torch.distributed's default group on the backend ``bamboo``.
 
     Args:
         session: attached, or detached for collectives that do nothing.

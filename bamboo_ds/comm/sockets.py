@@ -26,7 +26,7 @@ _BACKLOG = 4096
 
 
 def endpoint(name: tuple[object, ...]) -> Endpoint:
-    """Normalise a socket name: IPv4 addresses mapped into IPv6 become IPv4, scopes are dropped."""
+    """Normalises a socket name: IPv4 addresses mapped into IPv6 become IPv4, scopes are dropped."""
     host, port = str(name[0]), int(str(name[1]))
     return (host.removeprefix("::ffff:").partition("%")[0], port)
 
@@ -38,9 +38,9 @@ def resolve(host: str, port: int) -> tuple[socket.AddressFamily, tuple[object, .
 
 
 def watch_silence(opened: socket.socket, seconds: float) -> None:
-    """Have a TCP connection fail when the peer's host has answered nothing for so long.
+    """Has a TCP connection fail when the peer's host has answered nothing for so long.
 
-    Its kernel answers for a process that computes or is stopped, unless data waits there that nobody reads.
+    Its kernel answers for a process that computes or is stopped, unless data waits there that is not read.
     """
     pause = max(1, int(seconds / 3))
     opened.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -74,7 +74,7 @@ def _tcp(descriptors: Iterable[int]) -> Iterator[socket.socket]:
 
 
 def new_listener(before: dict[int, str], host: str) -> Endpoint | None:
-    """Where the one socket listens that was opened on ``host`` since ``before``; ``None`` if not unique."""
+    """The endpoint of the one socket that listens on ``host`` since ``before``; ``None`` if not unique."""
     found = set()
     new = [number for number, identity in socket_descriptors().items() if before.get(number) != identity]
     for copy in _tcp(new):
@@ -86,10 +86,10 @@ def new_listener(before: dict[int, str], host: str) -> Endpoint | None:
 
 
 def shut_down(matches: Matcher) -> int:
-    """Shut down every TCP connection (also one still connecting) whose endpoints satisfy ``matches``.
+    """Shuts down every TCP connection (also one still connecting) whose endpoints satisfy ``matches``.
 
     Returns:
-        How many were shut down.
+        The number of sockets shut down.
     """
     count = 0
     connecting: dict[int, tuple[Endpoint, Endpoint]] | None = None
@@ -127,7 +127,7 @@ def _state(opened: socket.socket) -> int:
 
 def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
     """Local and remote endpoint by inode of all sockets in state SYN_SENT."""
-    found = {}
+    endpoints = {}
     for table in _TCP_TABLES:
         try:
             with open(table) as lines:
@@ -136,8 +136,8 @@ def _connecting() -> dict[int, tuple[Endpoint, Endpoint]]:
             continue
         for row in rows:
             if int(row[3], 16) == _SYN_SENT:
-                found[int(row[9])] = (_parse(row[1]), _parse(row[2]))
-    return found
+                endpoints[int(row[9])] = (_parse(row[1]), _parse(row[2]))
+    return endpoints
 
 
 def _parse(text: str) -> Endpoint:
@@ -149,7 +149,7 @@ def _parse(text: str) -> Endpoint:
 
 
 def allow_descriptors() -> None:
-    """Raise this process's limit of open files from what is customary, which a large job exceeds. Idempotent."""
+    """Raises this process's limit of open files from what is customary, which a large job exceeds. Idempotent."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = _DESCRIPTORS if hard == resource.RLIM_INFINITY else min(_DESCRIPTORS, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -170,6 +170,6 @@ def listen(host: str) -> socket.socket:
 
 
 def shut(opened: socket.socket, how: int = socket.SHUT_RDWR) -> None:
-    """Shut down a socket of ours, whatever its state; who waits for it is woken."""
+    """Shuts down a socket of ours, whatever its state; threads that wait for it are woken."""
     with contextlib.suppress(OSError):  # not connected any more
         opened.shutdown(how)

@@ -1,4 +1,4 @@
-"""Where the scripts of members are, which members that wait for long ask each other.
+"""The places at which scripts of members are, which members that wait for long ask each other.
 
 Between two operations of the engine all scripts make the same calls, or none of them gets on. A member in operation N
 cannot have passed it while another one is not in it, so two members that are in operation N by different calls wait for
@@ -23,7 +23,7 @@ ASK_AFTER_S = 3.0
 
 @dataclass(frozen=True)
 class Stand:
-    """Where the script of a member is.
+    """The place at which the script of a member is.
 
     Attributes:
         rank: that the script runs as.
@@ -68,10 +68,10 @@ def differ(one: Stand, other: Stand) -> bool:
 
 
 class Standings:
-    """What this member knows of the others' stands.
+    """The stands of other members, as far as this one knows them.
 
     Args:
-        own: tells where this member's script is; ``None``: nowhere that others could wait for. From any thread.
+        own: tells where this member's script is; ``None`` where others could not wait for it. From any thread.
 
     Attributes:
         difference: of another member's stand, once one is known; see :func:`differ`.
@@ -85,12 +85,12 @@ class Standings:
         self.difference: str | None = None
 
     def tell(self) -> Payload:
-        """Where this member's script is, as a message's payload."""
+        """This member's stand, as a message's payload."""
         own = self._own()
         return None if own is None else written(asdict(own))
 
     def hear(self, told: Payload) -> None:
-        """Learn where another member's is, by what it tells. From any thread."""
+        """Learns another member's stand, by what it tells. From any thread."""
         own = self._own()
         if own is None:
             return
@@ -99,6 +99,6 @@ class Standings:
             self.difference = f"{other.words()}, while {own.words()}"
 
     def check(self) -> None:
-        """Raise :class:`CallsDiffer` if another member's script makes other calls."""
+        """Raises :class:`CallsDiffer` if another member's script makes other calls."""
         if self.difference is not None:
             raise CallsDiffer(self.difference)

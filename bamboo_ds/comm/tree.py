@@ -1,4 +1,4 @@
-"""The tree of members by which all do something together."""
+"""The tree of members for their collectives."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Tree:
         return tuple(self._members[place * self._width + 1 : (place + 1) * self._width + 1])
 
     def beyond(self, neighbour: str) -> list[str]:
-        """The members of whom this one hears by ``neighbour``, its parent or one of its children."""
+        """The members of which this one hears by ``neighbour``, its parent or one of its children."""
         below = list(self.children if neighbour == self.parent else [neighbour])
         for each in below:  # which grows meanwhile
             below += self._below(self._members.index(each))
@@ -40,7 +40,7 @@ class Tree:
         return [each for each in self._members if each not in (*below, neighbour, self._own)]
 
     def told(self, neighbour: str) -> str:
-        """``neighbour`` in words: it may have come, and wait itself for others of whom this member hears by it."""
+        """``neighbour`` in words: it may have come, and wait itself for others of which this member hears by it."""
         beyond = self.beyond(neighbour)
         more = f" and {len(beyond) - _NAMED} more" if len(beyond) > _NAMED else ""
         others = f"{', '.join(beyond[:_NAMED])}{more}"

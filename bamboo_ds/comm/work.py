@@ -50,19 +50,19 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
         self._source = source
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Return at once."""
+        """Returns at once."""
         return True
 
     def is_completed(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def is_success(self) -> bool:
-        """Always."""
+        """Always true."""
         return True
 
     def exception(self) -> Exception | None:
-        """There is none."""
+        """Always ``None``."""
         return None
 
     def result(self) -> list[torch.Tensor]:
@@ -76,7 +76,7 @@ class CompletedWork(dist.Work):  # type: ignore[misc]
     _source_rank = source_rank
 
     def synchronize(self) -> None:
-        """Nothing to wait for."""
+        """Does nothing."""
 
     def get_future(self) -> torch.futures.Future[Any]:
         """A completed future."""
@@ -98,7 +98,7 @@ class Several(CompletedWork):
         self._works = [work for work, _ in pending]
 
     def wait(self, *timeout: Any) -> bool:
-        """Wait for all, in order."""
+        """Waits for all, in order."""
         while self._pending:
             work, finish = self._pending[0]
             work.wait(*timeout)
@@ -108,7 +108,7 @@ class Several(CompletedWork):
         return True
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Does as :meth:`wait`."""
         self.wait()
 
     def is_completed(self) -> bool:
@@ -124,7 +124,7 @@ class Several(CompletedWork):
         return next((error for work in self._works if (error := work.exception()) is not None), None)
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: they have none."""
+        """Refuses, as in gloo: they have none."""
         raise RuntimeError("coalesced collectives have no future")
 
 
@@ -135,11 +135,11 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         links: of the epoch in which it runs.
         inner: torch's handle.
         operation: name, for messages.
-        members: on whom it depends.
+        members: that it depends on.
         finish: run once, after success, by the first ``wait`` (e.g. to copy results).
         kind: of the inner group.
         limit: timeout of a ``wait`` without one; ``None``: that of the inner group.
-        device: where its tensors are.
+        device: that of its tensors.
 
     Attributes:
         deferred: only the device goes on with the result for now, so that ``wait`` need not wait for it on the host;
@@ -173,7 +173,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._devices = [] if device is None else [device]
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until the result is there, on the host and for the current stream of its device.
+        """Waits until the result is there, on the host and for the current stream of its device.
 
         Raises:
             EpochChanged: the epoch ended meanwhile or long ago.
@@ -224,7 +224,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return True
 
     def await_device(self, timeout: timedelta | None = None) -> None:
-        """Wait on the host until the device is through with a work that runs behind it; raises as :meth:`wait`."""
+        """Waits on the host until the device is through with a work that runs behind it; raises as :meth:`wait`."""
         limit = self._limit if timeout is None else timeout
         deadline = None if limit is None else time.monotonic() + limit.total_seconds()
         inner, pause = self._inner, _LOOK_S
@@ -241,7 +241,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         self._check_error(inner)
 
     def _check_error(self, inner: Any) -> None:
-        """Raise what torch has found. Its own ``wait`` would abort the communicator first, and may block in that."""
+        """Raises what torch has found. Its own ``wait`` would abort the communicator first, and may block in that."""
         error = inner.exception()
         if error is not None:
             raise error
@@ -256,7 +256,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
             return True
 
     def _gone(self) -> EpochChanged | None:
-        """Why the operation cannot complete any more, if so."""
+        """The reason why the operation cannot complete any more, if so."""
         if self._life.aborted is not None:
             return self._life.ended(self._operation)
         return self._links.await_failure(self._members, 0)
@@ -275,7 +275,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return self._inner is not None and self._life.aborted is None and bool(self._inner.is_success())
 
     def exception(self) -> Exception | None:
-        """What :meth:`wait` would raise, if the operation failed."""
+        """The error that :meth:`wait` would raise, if the operation failed."""
         if self._inner is None or self._life.aborted is not None:
             return self._life.ended(self._operation)
         try:
@@ -291,7 +291,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return self._inner.result()
 
     def synchronize(self) -> None:
-        """As :meth:`wait`."""
+        """Does as :meth:`wait`."""
         self.wait()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -335,7 +335,7 @@ class BambooWork(dist.Work):  # type: ignore[misc]
         return future
 
     def abandon(self) -> Any:
-        """Forget torch's handle, which keeps the sockets of its epoch open; returns it."""
+        """Forgets torch's handle, which keeps the sockets of its epoch open; returns it."""
         inner, self._inner = self._inner, None
         return inner
 
@@ -372,7 +372,7 @@ class _HostCopies(dict[int, tuple[torch.Tensor, torch.Tensor]]):
         return [self.of(each) for each in value] if isinstance(value, (list, tuple)) else value
 
     def pairs(self, value: Any) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Those of the tensors in ``value``."""
+        """The pairs of the tensors in ``value``."""
         if isinstance(value, torch.Tensor):
             return [self[id(value)]]
         return [pair for each in value for pair in self.pairs(each)]
@@ -396,7 +396,7 @@ class ThroughHostWork:
         return getattr(self._work, name)
 
     def wait(self, *timeout: Any) -> bool:
-        """As torch's; then the results are on the device."""
+        """Waits as torch's; then the results are on the device."""
         done = bool(self._work.wait(*timeout))
         self._copy_back()
         return done

@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 
 
 class Parts(InContext):
-    """What the engine delegates to; see :mod:`bamboo_ds.engine` for who calls whom.
+    """The parts that the engine delegates to; :mod:`bamboo_ds.engine` draws their calls.
 
     Args:
         context: of the engine.
@@ -100,7 +100,7 @@ class Parts(InContext):
         self.end = End(context, commits, saves)
 
     def stand(self) -> Stand | None:
-        """Where the script is, for members that wait for it; from any thread. ``None``: it replays, or is in neither
+        """The script's stand, for members that wait for it; from any thread. ``None`` if it replays, or is in neither
         an operation nor a collective."""
         call, begun, progress = self.progress.operation.call, self.collectives.first_begun(), self.progress
         if progress.script.behind or (call is None and begun is None):

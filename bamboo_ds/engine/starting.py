@@ -22,11 +22,11 @@ logger = logging.getLogger("bamboo_ds")
 
 
 def start(parts: Parts, exact: int) -> None:
-    """Take part in the job.
+    """Takes part in the job.
 
     Args:
         parts: of this member's engine.
-        exact: how many first steps are to be checked, as this member's configuration has it.
+        exact: the number of first steps to be checked, as this member's configuration has it.
 
     Raises:
         ConfigError: members compute with different settings.
@@ -72,14 +72,14 @@ def _take_part(parts: Parts, exact: int) -> None:
 
 
 def _connect_local(parts: Parts) -> None:
-    """Give the script's own stage groups whose names are equal on all members."""
+    """Gives the script's own stage groups whose names are equal on all members."""
     role = parts.binding.local.role
     parts.groups.install(role, parts.ds.grid)
     parts.groups.connect_ties(parts.ds.module, role)
 
 
 def _agree(parts: Parts, exact: int) -> StartReport:
-    """Tell all others how this member would begin, and begin as the one that leads does."""
+    """Tells all others how this member would begin, and begins as the one that leads does."""
     plan = parts.epoch.plan
     mine = StartReport(
         seed=parts.progress.seed,
@@ -90,8 +90,8 @@ def _agree(parts: Parts, exact: int) -> StartReport:
         flags=parts.flags,
         device=parts.epoch.device_name,
     )
-    told = parts.epoch.agreement.exchange(mine.model_dump_json())
-    reports = {member: StartReport.model_validate_json(text) for member, text in told.items()}
+    texts = parts.epoch.agreement.exchange(mine.model_dump_json())
+    reports = {member: StartReport.model_validate_json(text) for member, text in texts.items()}
     leads = plan.owners[0]
     agreed = reports[leads]
     parts.epoch.note_devices(report.device for report in reports.values())

@@ -1,2 +1,2 @@
-"""Copies of what other workers have, over connections of their own: one offers (:mod:`.offers`), others copy
+"""Copies of other workers' state, over connections of their own: one offers (:mod:`.offers`), others copy
 (:mod:`.copying`)."""

@@ -1,4 +1,4 @@
-"""Copies what another worker offers; :mod:`.offers` tells how."""
+"""Fetches of snapshots that another worker offers; :mod:`.offers` has the protocol."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class Fetch:
 
     Args:
         call: makes a connection, as :meth:`~..hub.Hub.call`.
-        member: who offers it, and ``place``: where that one is reached.
+        member: the one that offers it, and ``place``: its own.
         key: of the offer.
         timeout_s: seconds without progress (an answer, or a piece of it) until it is given up. A copy that moves
             never times out.
@@ -86,12 +86,12 @@ class Fetch:
         return bytes(payloads.view(text)).decode(), tensors
 
     def cancel(self) -> None:
-        """End it, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
+        """Ends the copy, without waiting: :meth:`result` raises ``TransferError`` unless it was done."""
         with self._changed:
             self._fail(f"it was stopped after {self.share:.0%}")
 
     def _ends_by(self) -> float | None:
-        """Monotonic seconds when it is given up without progress; ``None``: it is over."""
+        """Monotonic seconds when it is given up without progress; ``None`` once it is over."""
         until = self._moved_at + self._timeout_s
         if not self._over and time.monotonic() >= until:
             self._fail(f"no progress for {self._timeout_s:g} s after {self.share:.0%}")
@@ -117,13 +117,13 @@ class Fetch:
 
     # -- the loop's thread -------------------------------------------------------------------------------
     def opened(self, connection: Connection) -> None:
-        """Ask for what is missing."""
+        """Asks for the missing pieces."""
         with self._changed:
             asked = torch.tensor(self._offer)
             connection.send(0, wire.encode(self._key.encode(), self._next, asked))
 
     def closed(self, connection: Connection, reason: str | None) -> None:
-        """Call again, if anything came of the last call."""
+        """Calls again, if anything came of the last call."""
         with self._changed:
             if self._over:
                 return
@@ -134,7 +134,7 @@ class Fetch:
                 self._fail(str(reason))
 
     def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
-        """A piece.
+        """Takes a piece.
 
         Raises:
             ConnectionError: it is not what was sent.

@@ -1,6 +1,6 @@
-"""What a worker offers to others in bulk: snapshots of state, at a bounded rate, and answers to questions.
+"""Offers of a worker to others in bulk: snapshots of state, at a bounded rate, and answers to questions.
 
-Who wants something calls, over a connection of its own, and sends one data frame: the key, as the frame's sequence the
+A caller has a connection of its own, and sends one data frame: the key, as the frame's sequence the
 first piece that it lacks, and the number of the offer that it has pieces of (0: none). The owner answers with pieces in
 order, each a data frame for the key with the piece's number, its bytes, their crc32 and the offer's number; or with a
 frame that carries nothing: there is nothing, or nothing any more. A key that is not offered yet waits. The first piece
@@ -50,7 +50,7 @@ class TokenBucket:
         self._tokens, self._at = burst, clock()
 
     def reserve(self, size: int) -> float:
-        """Take ``size`` bytes; they may go in the returned number of seconds. First come, first served."""
+        """Takes ``size`` bytes; they may go in the returned number of seconds. First come, first served."""
         now = self._clock()
         self._tokens = min(self._burst, self._tokens + (now - self._at) * self._rate) - size
         self._at = now
@@ -93,20 +93,20 @@ class Offer:
         if number == 0:
             return payloads.tensor_of(self._head)
         begin = (number - 1) * PIECE
-        found = torch.empty(self.size(number), dtype=torch.uint8)
-        target = payloads.view(found)
+        data = torch.empty(self.size(number), dtype=torch.uint8)
+        target = payloads.view(data)
         place = bisect_right(self._ends, begin)
         while len(target):
             view = self._views[place]
             some = view[begin - self._ends[place] + view.nbytes :][: len(target)]
             target[: len(some)] = some
             target, begin, place = target[len(some) :], begin + len(some), place + 1
-        return found
+        return data
 
 
 @dataclass
 class _Request:
-    """What is wanted over a connection.
+    """A request over a connection.
 
     Attributes:
         key: of the offer.
@@ -144,11 +144,11 @@ class Offers:
         loop.timers.append(self._advance)
 
     def begin(self, rate_mb_per_s: float | None, answers: Mapping[str, Callable[[str], str]]) -> None:
-        """Go by these settings from now on.
+        """Goes by these settings from now on.
 
         Args:
             rate_mb_per_s: bound on the tensors' bytes of all copies together, in 10^6 bytes per second; ``None``: none.
-            answers: functions of a key, by what the keys begin with: who asks for such a key gets the text that is
+            answers: functions of a key, by what the keys begin with: a request for such a key gets the text that is
                 computed for it. They are called on the loop's thread and must be quick.
         """
         rate = None if rate_mb_per_s is None else rate_mb_per_s * 1e6
@@ -159,7 +159,7 @@ class Offers:
             self._look_again()
 
     def offer(self, key: str, text: str, tensors: Sequence[torch.Tensor]) -> None:
-        """Publish a snapshot; an earlier one under ``key`` is withdrawn.
+        """Publishes a snapshot; an earlier one under ``key`` is withdrawn.
 
         Contiguous tensors in host memory are not copied: none may change until :meth:`withdraw`, or another
         offer for ``key``, has returned.
@@ -168,21 +168,21 @@ class Offers:
             UnsupportedError: a tensor that cannot be sent.
             TransferError: this worker offers nothing any more.
         """
-        found = Offer(next(self._numbers), text, tensors, paced=True)
+        offer = Offer(next(self._numbers), text, tensors, paced=True)
         with self._lock:
             if self._closed:
                 raise TransferError(f"{key!r} cannot be offered: this worker offers nothing any more")
             self._withdraw(key)
-            self._offers[key] = found
+            self._offers[key] = offer
             self._look_again()
 
     def withdraw(self, key: str) -> None:
-        """Withdraw the offer, if there is one; who is getting it is told. Takes no longer than one piece."""
+        """Withdraws the offer, if there is one; a worker that is getting it is told. Takes no longer than one piece."""
         with self._lock:
             self._withdraw(key)
 
     def close(self) -> None:
-        """Withdraw everything, for good. Idempotent."""
+        """Withdraws everything, for good. Idempotent."""
         with self._lock:
             self._closed, self._answers = True, {}
             for key in list(self._offers):
@@ -205,7 +205,7 @@ class Offers:
         """See :class:`~..connection.Traffic`."""
 
     def receive(self, connection: Connection, head: wire.FrameHead, key: bytes, tensors: list[WireTensor]) -> None:
-        """A request."""
+        """Takes a request."""
         request = _Request(key.decode(), head.sequence, int(tensors[0].tensor()))
         with self._lock:
             self._requests[connection] = request
@@ -217,7 +217,7 @@ class Offers:
             self._requests.pop(connection, None)
 
     def _look_again(self) -> None:
-        """There is more than there was; the loop's thread may be another one."""
+        """Has the loop look at all requests again; the calling thread may be another one."""
         for connection, request in list(self._requests.items()):
             if request.offer is None:
                 self._look(connection, request)
@@ -237,7 +237,7 @@ class Offers:
 
     # -- the loop's thread -------------------------------------------------------------------------------
     def _advance(self) -> float | None:
-        """Send one piece, if one is due; seconds until the next one is."""
+        """Sends one piece, if one is due; returns the seconds until the next one is."""
         waits, now = [], time.monotonic()
         with self._lock:
             for connection, request in self._requests.items():

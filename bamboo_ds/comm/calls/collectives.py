@@ -1,4 +1,4 @@
-"""How a collective runs on the members that take part in it.
+"""The run of a collective on the members that take part in it.
 
 Where every rank of a group has a process of its own, torch's inner group of these processes runs a collective as it is
 called, but for reductions whose order is not that of the group (:mod:`.ordered`). Where a member stands for several
@@ -36,7 +36,7 @@ def start(
     timeout: timedelta,
     on_host: bool = False,
 ) -> Any:
-    """Begin a collective in ``epoch``; returns its work.
+    """Begins a collective in ``epoch``; returns its work.
 
     Args:
         key: of the inner group.
@@ -85,7 +85,7 @@ def _issue(inner: Any, collective: Collective, arguments: tuple[Any, ...]) -> An
 def alone(
     collective: Collective, arguments: tuple[Any, ...], rank: int, size: int, each: bool = False
 ) -> CompletedWork:
-    """What a group of ``size`` ranks computes when all of them are this process.
+    """Computes a collective of a group whose ``size`` ranks are all this process.
 
     Every rank gets what the caller (``rank``) passes.
 
@@ -120,7 +120,7 @@ class Adapter:
 
     Args:
         inner: group with one rank for each of ``among.members``.
-        among: who takes part.
+        among: the members that take part.
         member: this one.
         rank: the rank of the group for which results are meant.
         settle: waits for a work of ``inner``.
@@ -141,7 +141,7 @@ class Adapter:
         self._me = among.members.index(member)
 
     def start(self, collective: Collective, arguments: tuple[Any, ...]) -> Pending:
-        """Begin it: its work, and what is to be done once after that."""
+        """Begins a collective; returns its work, and what is to be done once after that."""
         *tensors, options = arguments
         run: Callable[[Any, Any], Pending] = getattr(self, f"_{collective.shape}")
         return run(collective.forms(len(self._hosts), *tensors), options)
@@ -164,7 +164,7 @@ class Adapter:
         return self._by_rank(tensors, options, options.rootRank == self._rank)
 
     def _reduce_scatter(self, shares: Scattered, options: Any) -> Pending:
-        """Reduce everything, keep our share."""
+        """Reduces everything, keeps our share."""
         pending = [self._reduce_share(output, row, options) for output, row in shares]
 
         def finish() -> None:
@@ -186,7 +186,7 @@ class Adapter:
         return work, finish
 
     def _averaging(self, options: Any, tensors: Tensors) -> Callable[[], None] | None:
-        """An average of the members' contributions is asked for as their sum: what divides that."""
+        """Asks for the sum of the members' contributions in place of their average; returns what divides the sum."""
         if options.reduceOp != dist.ReduceOp.AVG:
             return None
         options.reduceOp = dist.ReduceOp(dist.ReduceOp.SUM)
@@ -198,9 +198,9 @@ class Adapter:
         return divide
 
     def _by_rank(self, tensors: Tensors, options: Any, wanted: bool = True) -> Pending:
-        """Every rank contributes what its host has passed, in the order that all ranks' own processes would have.
+        """Reduces the ranks' shares, as their hosts pass them, in the order that all ranks' own processes would have.
 
-        All of it is done by whoever waits, piece by piece, so that large tensors need no room for all shares of them.
+        The caller that waits does all of it, piece by piece, so that large tensors need no room for all shares of them.
 
         Args:
             wanted: this member is to get the result.
@@ -220,8 +220,8 @@ class Adapter:
             gather = lambda begin, end: self._shares(flat[begin:end])  # noqa: E731
             total = reduced(flat, len(self._hosts), options.reduceOp, self._order, gather)
             if wanted:
-                for tensor, found in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
-                    _copy(bare(tensor), found)
+                for tensor, result in zip(tensors, total.split([each.numel() for each in tensors]), strict=True):
+                    _copy(bare(tensor), result)
 
         return Several([]), reduce
 
@@ -237,7 +237,7 @@ class Adapter:
         return self._inner.broadcast(tensors, options), None
 
     def _scatter(self, shares: Scattered, options: Any) -> Pending:
-        """Broadcast everything, keep our share: the root cannot know for which of its roles an owner calls.
+        """Broadcasts everything, keeps our share: the root cannot know for which of its roles an owner calls.
 
         Nothing comes from a root that has no process.
         """
@@ -263,7 +263,7 @@ class Adapter:
 
     def _gather(self, shares: Gathered, options: Any) -> Pending:
         ((row, tensor),) = shares
-        if not self._among.by_role:  # several members may run as the root: whoever has passed outputs gets them
+        if not self._among.by_role:  # several members may run as the root: the one that has passed outputs gets them
             return self._gather_all(row, tensor, _options(registry.AllgatherOptions(), options))
         options.rootRank = self._hosts[options.rootRank]
         gathered = self._room_for(tensor) if row else []

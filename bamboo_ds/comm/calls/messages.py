@@ -5,7 +5,7 @@ receiver has told that it has it. A member that waits for one when an epoch ends
 engine, and then waits in the next epoch, in which senders send again what the receivers lack.
 
 A message to a rank that no process runs as goes nowhere: what the rank's script would do with it, another one does from
-what it has itself, or nobody needs it. A receive from such a rank leaves the tensor as it was, as a ``scatter`` does.
+what it has itself, or it is not needed. A receive from such a rank leaves the tensor as it was, as a ``scatter`` does.
 Both are told. Where the tensor may become part of a batch, only an operation can tell whether another rank has the
 same batch: see :attr:`ScriptMessages.missed`.
 
@@ -44,7 +44,7 @@ _DOUBTFUL = 2
 
 
 class Group(Protocol):
-    """What a message, or a collective, asks of the handle of its group; see ``BambooProcessGroup``."""
+    """The handle of a group, as messages and collectives see it; see ``BambooProcessGroup``."""
 
     key: str
     ranks: tuple[int, ...]
@@ -54,7 +54,7 @@ class Group(Protocol):
 
 
 class Attached(Protocol):
-    """What messages and script collectives ask of their session."""
+    """The session, as messages and script collectives see it."""
 
     @property
     def member(self) -> str: ...
@@ -76,7 +76,7 @@ class MessageStream(NamedTuple):
 
     @property
     def key(self) -> bytes:
-        """That a receiver looks for, whoever the source is."""
+        """The key that a receiver looks for, whatever the source."""
         return f"script/p2p/{self.group}/{self.destination}/{self.tag}".encode()
 
     def __str__(self) -> str:
@@ -91,7 +91,7 @@ class _Kept:
         number: see the module.
         ranks: of the group.
         tensor: a copy in host memory.
-        member: that it was sent to; ``None``: it has not been sent.
+        member: that it was sent to, or ``None``.
         epoch: in which it was sent last.
     """
 
@@ -146,7 +146,7 @@ class ScriptMessages:
 
     @property
     def had(self) -> dict[str, int]:
-        """What the others must know after a loss: the newest message of each stream that this member has."""
+        """Facts for the others after a loss: the newest message of each stream that this member has."""
         return dict(self._had)
 
     @property
@@ -156,7 +156,7 @@ class ScriptMessages:
 
     @property
     def missed(self) -> str | None:
-        """Where this member's script has received nothing lately, as the sender is lost, or since it replays."""
+        """The place at which the script has received nothing lately, as the sender is lost, or since it replays."""
         return self.missed_by(self._session.member)
 
     def missed_by(self, member: str) -> str | None:
@@ -164,13 +164,13 @@ class ScriptMessages:
         return self._missed.get(member, ("", 0))[0] or None
 
     def agree(self, had: Mapping[str, Mapping[str, int]], missed: Mapping[str, str | None]) -> None:
-        """All have entered a new epoch and have told what they ``had`` and ``missed``: send what they lack again.
+        """Sends again what members lack that have entered a new epoch and told what they ``had`` and ``missed``.
 
         Raises:
             EpochChanged: another loss.
         """
-        told = {member: (place, _DOUBTFUL) for member, place in missed.items() if place is not None}
-        self._missed = {**told, **self._missed}
+        doubtful = {member: (place, _DOUBTFUL) for member, place in missed.items() if place is not None}
+        self._missed = {**doubtful, **self._missed}
         with self._lock:
             self._agree(had)
 
@@ -189,7 +189,7 @@ class ScriptMessages:
     # -- sends --------------------------------------------------------------------------------------------
 
     def send(self, handle: Group, index: int, tensor: torch.Tensor, destination: int, tag: int) -> CompletedWork:
-        """From rank ``index`` of the group to rank ``destination``. The tensor may be changed at once."""
+        """Sends from rank ``index`` of the group to rank ``destination``. The tensor may be changed at once."""
         stream = MessageStream(handle.key, index, destination, tag)
         copy = bare(tensor).to("cpu", copy=True).contiguous()
         with p2p.profiled("send", tensor), self._lock:
@@ -204,7 +204,7 @@ class ScriptMessages:
         return CompletedWork([tensor])
 
     def _deliver(self) -> None:
-        """Send what has not been sent in this epoch."""
+        """Sends what has not been sent in this epoch."""
         epoch = self._session.current
         for stream, kept in self._kept.items():
             for message in tuple(kept):
@@ -232,7 +232,7 @@ class ScriptMessages:
             epoch.links.send(message.member, stream.key, stream.source, payload)
 
     def _listen(self, epoch: Epoch) -> None:
-        """Be told in ``epoch`` what receivers have."""
+        """Learns in ``epoch`` what receivers have."""
         if self._listens != epoch.number:
             epoch.links.services[_HAD] = self._hear
             self._listens = epoch.number
@@ -242,7 +242,7 @@ class ScriptMessages:
         self._told[str(stream)] = max(int(number), self._told.get(str(stream), -1))
 
     def _prune(self) -> None:
-        """Forget what receivers have."""
+        """Forgets what receivers have."""
         for stream, kept in self._kept.items():
             newest = self._told.get(str(stream), -1)
             while kept and kept[0].number <= newest:
@@ -251,7 +251,7 @@ class ScriptMessages:
     # -- receives -----------------------------------------------------------------------------------------
 
     def receive(self, handle: Group, index: int, tensor: torch.Tensor, source: int | None, tag: int) -> ScriptReceive:
-        """To rank ``index`` of the group, from rank ``source``; ``None``: from the first that has sent something."""
+        """Receives at rank ``index`` from rank ``source``; ``None``: from the first one that has sent something."""
         work = ScriptReceive(
             self, handle, MessageStream(handle.key, -1 if source is None else source, index, tag), tensor
         )
@@ -263,7 +263,7 @@ class ScriptMessages:
         self._missed[self._session.member] = place, _DOUBTFUL
 
     def complete(self, work: ScriptReceive, limit: timedelta) -> None:
-        """Wait for the message of ``work``.
+        """Waits for the message of ``work``.
 
         Raises:
             RuntimeError: it has not come within ``limit``, or is of another size.
@@ -281,13 +281,13 @@ class ScriptMessages:
                 self._survive(error)
 
     def _survive(self, error: EpochChanged) -> None:
-        """Recover from ``error``; raises it in other threads than the main one."""
+        """Recovers from ``error``; raises it in other threads than the main one."""
         if threading.current_thread() is not threading.main_thread():
             raise error
         self._recover()
 
     def _gone(self, epoch: Epoch, work: ScriptReceive) -> bool:
-        """Whether nothing will come for ``work``, which is over then; else whom it waits for is noted."""
+        """Whether nothing will come for ``work``, which is over then; else the members that it waits for are noted."""
         among, source = self._among(epoch.plan, work.ranks), work.stream.source
         speaks = among.speaks(epoch.member, work.stream.destination)
         if source < 0:
@@ -308,7 +308,7 @@ class ScriptMessages:
         return True
 
     def match(self, epoch: Epoch, work: ScriptReceive) -> bool:
-        """Give what has arrived for the stream of ``work`` to those that wait for it, in turn; whether it is over.
+        """Gives what has arrived for the stream of ``work`` to those that wait for it, in turn; whether it is over.
 
         The caller holds the links' condition.
         """
@@ -354,7 +354,7 @@ class ScriptReceive(CompletedWork):
     Attributes:
         stream: that it is of; source -1: any.
         ranks: of the group.
-        members: on whom it depends.
+        members: that it depends on.
         over: the message is in the tensor, or none will come.
     """
 
@@ -368,7 +368,7 @@ class ScriptReceive(CompletedWork):
         self._source = -1
 
     def take(self, message: PeerMessage) -> None:
-        """Copy ``message`` into the tensor; what is wrong with it comes with :meth:`wait`."""
+        """Copies ``message`` into the tensor; what is wrong with it comes with :meth:`wait`."""
         self.over, self._source = True, message.sequence
         try:
             p2p.put(self._result[0], message.tensors[1], message.sequence)
@@ -376,7 +376,7 @@ class ScriptReceive(CompletedWork):
             self._error = error
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait for the message.
+        """Waits for the message.
 
         Raises:
             FatalLoss, Evicted, Left, Isolated: as ``train_batch``.
@@ -406,7 +406,7 @@ class ScriptReceive(CompletedWork):
     _source_rank = source_rank
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """As in gloo: receives have none."""
+        """Refuses, as in gloo: receives have none."""
         raise RuntimeError("a receive has no future")
 
 

@@ -1,4 +1,4 @@
-"""What ``monitored_barrier`` raises, in gloo's words, which scripts look for."""
+"""Errors of ``monitored_barrier``, in gloo's words, which scripts look for."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ def _milliseconds(limit: timedelta) -> int:
 
 
 def timed_out(limit: timedelta) -> RuntimeError:
-    """On rank 0, whose time was over before it could ask the others."""
+    """The error of rank 0, whose time was over before it could ask the others."""
     return RuntimeError(f"[Rank 0]: Rank 0 timed out in monitoredBarrier after {_milliseconds(limit)} ms.")
 
 
 def not_passed(rank: int, late: Sequence[int], limit: timedelta, every: bool) -> RuntimeError:
-    """On ``rank``: the ranks ``late`` have not come within ``limit``; ``every``: name all of them."""
+    """The error of ``rank``: the ranks ``late`` have not come within ``limit``; ``every``: it names all of them."""
     if rank != 0:
         missing = ", ".join(map(str, late))
         return RuntimeError(

@@ -1,4 +1,4 @@
-"""The names of backends: what scripts call the groups that they make, and what ours are called."""
+"""The names of backends: those of the groups that scripts make, and of ours."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..inner import GLOO, NCCL, own_kind
 NAME = "bamboo"
 #: Backends that a script may name for a group of its own: what carries the tensors of ours.
 _CARRIED = {NAME, GLOO, NCCL, dist.Backend.UNDEFINED}
-#: Torch's backend that communicates with nobody.
+#: Torch's backend that does not communicate.
 _NOBODY = "fake"
 
 
@@ -63,10 +63,10 @@ def not_asking_for_devices(original: Callable[..., None]) -> Callable[..., None]
 
 
 def making_groups_ours(original: Callable[..., Any]) -> Callable[..., Any]:
-    """What ``new_group`` calls, so that groups of gloo and NCCL are ours too where the default group is.
+    """Makes ``new_group`` give groups of ours for gloo and NCCL too, where the default group is ours.
 
     Such a group chooses between the two by each tensor's device, whatever it was asked for. Torch's own would not
-    survive a loss, and nobody who joins could build it.
+    survive a loss, and no member that joins could build it.
     """
     signature = inspect.signature(original)
 

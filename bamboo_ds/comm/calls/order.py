@@ -77,7 +77,7 @@ def matters(operator: Any, dtype: torch.dtype, count: int) -> bool:
 
 
 def reduced(mine: torch.Tensor, count: int, operator: Any, order: Order, gather: Gather) -> torch.Tensor:
-    """What an all-reduce of ``count`` ranks gives, to the last bit as with a process for each. Collective if ``gather``
+    """The all-reduce of ``count`` ranks, to the last bit as with a process for each. Collective if ``gather``
     is.
 
     Args:
@@ -98,20 +98,20 @@ def reduced(mine: torch.Tensor, count: int, operator: Any, order: Order, gather:
 
 
 def combined(shares: Sequence[torch.Tensor], ranks: Sequence[int], operator: Any) -> torch.Tensor:
-    """What ``operator`` makes of the ``shares``, one after the other as ``ranks`` have it; they stay."""
+    """The ``shares`` combined by ``operator``, one after the other as ``ranks`` have it; they stay."""
     combine, average = combination(operator)
     first, *others = ranks
-    found = shares[first]
+    total = shares[first]
     for rank in others:
-        found = combine(shares[rank], found)
+        total = combine(shares[rank], total)
     if not average:
-        return found
-    exact = found.is_floating_point() or found.is_complex()
-    return torch.div(found, len(shares), rounding_mode=None if exact else "trunc")
+        return total
+    exact = total.is_floating_point() or total.is_complex()
+    return torch.div(total, len(shares), rounding_mode=None if exact else "trunc")
 
 
 def combination(operator: Any) -> tuple[Callable[[torch.Tensor, torch.Tensor], torch.Tensor], bool]:
-    """How ``operator`` combines two shares, and whether the result of all of them is divided by their number.
+    """The combination of two shares by ``operator``, and whether the result of all is divided by their number.
 
     Raises:
         UnsupportedError: it is one that gloo does not have.

@@ -41,7 +41,7 @@ class Ordered:
         self._works: list[Any] = []
 
     def start(self, shape: str, forms: Any, options: Any) -> Pending:
-        """Begin a reduction.
+        """Begins a reduction.
 
         Args:
             shape: one of those that reduce, of :data:`.table.Shape`.
@@ -78,8 +78,8 @@ class Ordered:
             self._do(self._inner._allgather_base(given, part, gather))
             flat[begin:end] = given[: end - begin]
         if wanted and not in_place:
-            for tensor, found in zip(tensors, flat.split([bare(tensor).numel() for tensor in tensors]), strict=True):
-                bare(tensor).copy_(found.view_as(tensor))
+            for tensor, result in zip(tensors, flat.split([bare(tensor).numel() for tensor in tensors]), strict=True):
+                bare(tensor).copy_(result.view_as(tensor))
 
     def _scatter(self, output: torch.Tensor, row: Sequence[torch.Tensor], operator: Any, timeout: timedelta) -> None:
         given = torch.cat([bare(share).reshape(-1) for share in row])
@@ -111,7 +111,7 @@ class _Followed(Several):
         self._marks = [accelerator().current_stream(device.index).record_event() for device in devices]
 
     def wait(self, *timeout: Any) -> bool:
-        """Let the current stream wait, which may be another one."""
+        """Lets the current stream wait, which may be another one."""
         super().wait(*timeout)
         for mark in self._marks:
             accelerator().current_stream().wait_event(mark)

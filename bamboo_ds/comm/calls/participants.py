@@ -1,4 +1,4 @@
-"""Who takes part in the collectives of a group of logical ranks.
+"""The members that take part in the collectives of a group of logical ranks.
 
 An operation of the engine concerns roles: the owners of the ranks take part, and one that owns several stands for all
 of them. A script's own collective concerns processes: each runs as one rank, its *local rank*, and what it passes is of
@@ -18,11 +18,11 @@ from ...topology import Plan
 
 @dataclass(frozen=True)
 class Participants:
-    """Who takes part in the collectives of one group.
+    """The members that take part in the collectives of one group.
 
     Attributes:
         members: all processes that call them, in the order of their ranks in the inner group.
-        of_rank: for each of the group's ranks the member that represents it; ``None``: no process runs as that rank.
+        of_rank: for each of the group's ranks the member that represents it, or ``None`` if there is no process.
         hosts: the same, but for a lost rank the member that stands in for it: the owner of its role if that takes part,
             else the first member.
         by_role: a member stands for all of its roles; else only for the rank that it runs as.

@@ -6,13 +6,13 @@ stage contributes once more what its own script passes, so that what all ranks h
 averaged as before.
 
 All members must come out of a collective alike. So it has two steps: the collective itself, then a meeting in which all
-tell each other that they have its result. If a member has come out of the meeting, all have the result; whoever was
-still in the meeting takes it. If nobody has, nobody uses a result that may be missing somewhere, and all do it again
+tell each other that they have its result. If a member has come out of the meeting, all have the result; members
+still in the meeting take it. If none has, none uses a result that may be missing somewhere, and all do it again
 from what they had passed. The recovery tells which it is: every member says how many collectives of each group it has
 come out of, since the last operation of the engine.
 
 Between two operations all members do the same collectives of a group in the same order, as torch.distributed asks for.
-The operations themselves number those gaps, and nobody is in a gap while others are beyond the operation after it.
+The operations themselves number those gaps, and no member is in a gap while others are beyond the operation after it.
 """
 
 from __future__ import annotations
@@ -70,17 +70,17 @@ class Lacking:
 
 
 class ScriptCollectives:
-    """What a script does between operations, for one process. Of the main thread alone.
+    """A script's calls between operations, for one process. Of the main thread alone.
 
     Attributes:
         messages: its sends and receives.
 
     Args:
         session: this process's data plane.
-        context: where the main thread is.
+        context: that of the main thread.
         recover: recovers after a loss, and calls :meth:`agree` meanwhile.
         on_lacking: told, on one member and once for each place in the script, of collectives that lack shares of ranks;
-            ``None``: nobody is.
+            ``None`` if none is to be told.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class ScriptCollectives:
 
     @property
     def context(self) -> ThreadContext:
-        """Where the caller is; other threads count as the engine's."""
+        """The caller's place; other threads count as the engine's."""
         return self._context() if threading.current_thread() is threading.main_thread() else "engine"
 
     # -- gaps and recoveries ------------------------------------------------------------------------------
@@ -118,13 +118,13 @@ class ScriptCollectives:
         self.messages.begin_gap(number)
 
     def record(self) -> dict[str, Any]:
-        """What the others must know after a loss (JSON)."""
+        """Facts for the others after a loss (JSON)."""
         told = {"gap": self._gap, "done": dict(self._done), "open": len(self._open) + self.messages.open}
         told |= {"had": self.messages.had, "missed": self.messages.missed}
         return {**told, "newcomers": dict(self._newcomers)}
 
     def agree(self, records: Mapping[str, Mapping[str, Any]], step: int) -> None:
-        """Learn what has become of the collectives that this member is in.
+        """Learns what has become of the collectives that this member is in.
 
         Args:
             records: what every member has told; see :meth:`record`. Members that join have ``joining`` set.
@@ -135,9 +135,9 @@ class ScriptCollectives:
         self._newcomers |= {member: step for member, record in records.items() if record["joining"]}
         best: dict[str, int] = {}
         for record in records.values():
-            told = record["script"]
-            if told["gap"] == self._gap and not record["joining"]:
-                best = {key: max(best.get(key, 0), told["done"].get(key, 0)) for key in {*best, *told["done"]}}
+            script = record["script"]
+            if script["gap"] == self._gap and not record["joining"]:
+                best = {key: max(best.get(key, 0), script["done"].get(key, 0)) for key in {*best, *script["done"]}}
         for work in self._open:
             work.decide(work.number <= best.get(work.key, 0))
         had, missed = ({m: record["script"][name] for m, record in records.items()} for name in ("had", "missed"))
@@ -148,7 +148,7 @@ class ScriptCollectives:
         return next(iter(tuple(self._open)), None)
 
     def completed(self) -> dict[str, int] | None:
-        """How many collectives of each group this member has come out of in this gap; ``None``: it takes no part in
+        """The number of collectives of each group that it has come out of in this gap; ``None`` if it takes no part in
         them. From any thread."""
         first = dict(self._newcomers).get(self._session.member, -1)
         return None if first >= self._gap else dict(self._done)
@@ -167,7 +167,7 @@ class ScriptCollectives:
     # -- collectives ---------------------------------------------------------------------------------------
 
     def start(self, handle: Group, collective: Collective, arguments: tuple[Any, ...]) -> ScriptWork:
-        """Begin a collective of the script."""
+        """Begins a collective of the script."""
         number = self._begun[handle.key] = self._begun.get(handle.key, 0) + 1
         work = ScriptWork(self, handle, number, collective, arguments)
         self._open.append(work)
@@ -181,7 +181,7 @@ class ScriptCollectives:
         return work
 
     def complete(self, work: ScriptWork, timeout: timedelta = NO_TIMEOUT) -> None:
-        """Wait until ``work`` is over, and before it those of its group that were begun earlier."""
+        """Waits until ``work`` is over, and before it those of its group that were begun earlier."""
         if work.error is not None:
             raise work.error
         while not work.over:
@@ -199,12 +199,12 @@ class ScriptCollectives:
             self._open.remove(first)
 
     def flush(self) -> None:
-        """Complete whatever the script has begun and not waited for: an operation of the engine comes."""
+        """Completes all that the script has begun and not waited for: an operation of the engine comes."""
         while self._open:
             self.complete(self._open[0])
 
     def _recover_all(self) -> None:
-        """Recover, and begin again what nobody has completed."""
+        """Recovers, and begins again what no member has completed."""
         while True:
             self._recover()
             try:
@@ -215,7 +215,7 @@ class ScriptCollectives:
                 continue
 
     def note(self, plan: Plan, handle: Group, collective: Collective, options: Any, group: Participants) -> None:
-        """Tell, the first time at each place, that a collective of ``group`` lacks shares of ranks."""
+        """Tells, the first time at each place, that a collective of ``group`` lacks shares of ranks."""
         runs = list(zip(handle.ranks, group.of_rank, strict=True))
         lost = tuple(rank for rank, member in runs if member is None)
         moved = tuple(rank for rank, member in runs if member not in (None, plan.owners[rank]))
@@ -224,13 +224,13 @@ class ScriptCollectives:
         result = _instead(collective, options, group)
         if result is None:
             return
-        told = calling_place(), collective.name, handle.key, lost
-        if told not in self._told:
-            self._told.add(told)
-            self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, told[0], result))
+        case = calling_place(), collective.name, handle.key, lost
+        if case not in self._told:
+            self._told.add(case)
+            self._on_lacking(Lacking(collective.name, handle.ranks, lost, moved, case[0], result))
 
     def _note_message(self, operation: str, ranks: tuple[int, ...], lost: int, result: str) -> str:
-        """Tell, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""
+        """Tells, the first time at each place, that a message to or from the ``lost`` rank is not exchanged."""
         place = calling_place()
         told = place, operation, ranks, lost
         if told not in self._told and self._on_lacking is not None:
@@ -276,7 +276,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._computed = self._settled = False
 
     def start(self) -> None:
-        """Begin it in the current epoch, if it has to be done (again).
+        """Begins the collective in the current epoch, if it has to be done (again).
 
         Raises:
             EpochChanged: the epoch is over.
@@ -301,7 +301,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._work = start(epoch, key, group, collective, arguments, handle.rank(), handle.timeout)
 
     def advance(self, timeout: timedelta) -> None:
-        """Come out of it.
+        """Comes out of the collective.
 
         Raises:
             EpochChanged: a loss; :meth:`decide` tells what follows.
@@ -323,7 +323,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         self._passed.clear()
 
     def decide(self, settled: bool) -> None:
-        """After a loss: whether some member has come out of it, so that the result counts."""
+        """Goes on after a loss; ``settled``: some member has come out of the collective, so that the result counts."""
         if settled and not self._computed:
             raise ProtocolError(
                 f"{self._collective.name} number {self.number} of group {self.key}: another member has come out of it, "
@@ -336,7 +336,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
     # -- torch's interface -------------------------------------------------------------------------------------
 
     def wait(self, timeout: timedelta = NO_TIMEOUT) -> bool:
-        """Wait until every surviving member of the group has the result.
+        """Waits until every surviving member of the group has the result.
 
         Raises:
             FatalLoss, Evicted, Left, Isolated: as ``train_batch``.
@@ -349,12 +349,12 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
 
     @property
     def name(self) -> str:
-        """What it is called."""
+        """The operation's name."""
         return self._collective.name
 
     @property
     def ranks(self) -> tuple[int, ...]:
-        """Of its group."""
+        """The ranks of its group."""
         return self._handle.ranks
 
     def is_completed(self) -> bool:
@@ -366,7 +366,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
         return self.over and self.error is None
 
     def exception(self) -> BaseException | None:
-        """What :meth:`wait` has raised."""
+        """The error that :meth:`wait` has raised."""
         return self.error
 
     def result(self) -> list[torch.Tensor]:
@@ -382,7 +382,7 @@ class ScriptWork(dist.Work):  # type: ignore[misc]
 
 
 def _instead(collective: Collective, options: Any, group: Participants) -> str | None:
-    """What a collective gives in the place of the lost ranks' shares; ``None``: it needs none of these."""
+    """The values in the place of the lost ranks' shares in a collective; ``None`` if it needs none of these."""
     if collective.copies or collective.reduces:
         return "in the place of their shares are those that the owners of their stages have passed"
     root = getattr(options, "rootRank", None)

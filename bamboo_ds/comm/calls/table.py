@@ -57,7 +57,7 @@ class Collective:
         return self.shape in ("allgather", "gather", "alltoall")
 
     def device(self, arguments: Sequence[Any]) -> torch.device | None:
-        """Where its tensors are."""
+        """The device of its tensors."""
         if self.shape == "barrier":
             return getattr(arguments[-1], "device", None)
         some = arguments[1 if self.shape in ("allgather", "gather") else 0]

@@ -1,4 +1,4 @@
-"""How the data of messages gets to the other end of a connection: in its stream (:mod:`.stream`), or through memory
+"""The ways of messages' data to the other end of a connection: in its stream (:mod:`.stream`), or through memory
 that both ends share (:mod:`.slabs`), on which they agree themselves (:mod:`.sharing`).
 
 A channel's verbs come down to few here. What is sent or received goes in segments, and no carrier ever waits: where

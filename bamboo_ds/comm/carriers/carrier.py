@@ -1,4 +1,4 @@
-"""What a carrier is."""
+"""The interface of carriers."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ class Carrier(Protocol):
         """Whether a segment of ``size`` bytes, 1 to ``wire.SEGMENT``, can be sent now."""
 
     def send(self, segment: Sequence[memoryview]) -> list[memoryview]:
-        """Take a segment; :meth:`ready` has just said so.
+        """Takes a segment; :meth:`ready` has just said so.
 
         Returns:
             What the stream gets for it, the mark first. Nothing else refers to the memory of ``segment`` any more.
         """
 
     def receive(self, mark: int, segment: Sequence[memoryview]) -> Iterable[memoryview]:
-        """Fill ``segment`` with the one that ``mark`` tells of.
+        """Fills ``segment`` with the one that ``mark`` tells of.
 
         Returns:
             The memory that is left to be filled from the stream, in order.

@@ -1,4 +1,4 @@
-"""How the two ends of a connection agree to share memory, by control frames in its stream.
+"""The agreement of a connection's two ends to share memory, by control frames in its stream.
 
 The end that has called creates the memory and says where it is: its process id, the descriptor's number, and the random
 token that the memory begins with. The other end opens it, maps it, and says so. Where the two are on different hosts,
@@ -30,7 +30,7 @@ class Sharing:
     Args:
         member: at the other end.
         sock: the connection's.
-        host: name of this one; ``None``: it shares memory with nobody.
+        host: name of this one; ``None`` if it shares no memory.
 
     Attributes:
         memory: shared with the other end, if there is any.
@@ -45,11 +45,11 @@ class Sharing:
         self._descriptor = -1
 
     def sender(self, size: int) -> Carrier:
-        """What a segment of ``size`` bytes goes by."""
+        """The carrier of a segment of ``size`` bytes."""
         return next(each for each in self._senders if each.ready(size))
 
     def receiver(self, mark: int) -> Carrier:
-        """What has the segment that ``mark`` tells of."""
+        """The carrier of the segment that ``mark`` tells of."""
         if mark == wire.HERE[0]:
             return self._stream
         if self.memory is None:
@@ -58,7 +58,7 @@ class Sharing:
 
     # -- the agreement -----------------------------------------------------------------------------------
     def offer(self) -> wire.Segments | None:
-        """What the end that has called says when the connection is open; ``None``: the other one is on another host."""
+        """The offer of the end that has called, once the connection is open; ``None`` to an end on another host."""
         try:
             if self._host is None or not self._same_address():
                 return None
@@ -71,7 +71,7 @@ class Sharing:
         return wire.control(wire.SHARE, _OFFERED, wire.EVERY, json.dumps(facts).encode())
 
     def hear(self, what: int, said: bytes) -> wire.Segments | None:
-        """What the other end has said; the answer, if there is one.
+        """Takes what the other end has said; returns the answer, if there is one.
 
         Raises:
             ProtocolError: there is no sense in it.
@@ -100,7 +100,7 @@ class Sharing:
         return wire.control(wire.SHARE, _ACCEPTED, wire.EVERY)
 
     def _use(self, memory: Slabs) -> None:
-        """Both ends have mapped it."""
+        """Uses the memory, which both ends have mapped."""
         self._close()
         self._senders = (memory, self._stream)
         logger.info("%s and this member share memory", self._member)
@@ -119,7 +119,7 @@ class Sharing:
             self._descriptor = -1
 
     def end(self) -> None:
-        """Let go of everything."""
+        """Lets go of everything."""
         self._close()
         self._senders = (self._stream,)
         if self.memory is not None:

@@ -72,11 +72,11 @@ class Slabs:
         return memoryview(memory[_FLAGS[number] : _FLAGS[number] + SLABS]), slabs
 
     def ready(self, size: int) -> bool:
-        """It is large enough, and a slab is free."""
+        """Whether the segment is large enough, and a slab is free."""
         return size >= SMALLEST and 0 in self._out[0]
 
     def send(self, segment: Sequence[memoryview]) -> list[memoryview]:
-        """Copy it into the lowest slab that is free."""
+        """Copies the segment into the lowest slab that is free."""
         flags, slabs = self._out
         place = bytes(flags).index(0)
         flags[place] = 1
@@ -88,7 +88,7 @@ class Slabs:
         return [memoryview(bytes([_FIRST + place]))]
 
     def receive(self, mark: int, segment: Sequence[memoryview]) -> Iterable[memoryview]:
-        """Copy it out."""
+        """Copies the segment out."""
         flags, slabs = self._in
         place = mark - _FIRST
         if not (0 <= place < SLABS and flags[place]):
@@ -103,13 +103,13 @@ class Slabs:
         return ()
 
     def abort(self) -> None:
-        """Unmap the memory."""
+        """Unmaps the memory."""
         nothing = numpy.empty((0, 0), numpy.uint8)
         self._out = self._in = (memoryview(b""), nothing)
 
 
 def created() -> int:
-    """A descriptor of fresh memory, whose size nobody can change."""
+    """A descriptor of fresh memory of fixed size."""
     descriptor = os.memfd_create("bamboo-slabs", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_of(wire.SEGMENT))
@@ -134,13 +134,13 @@ def opened(pid: int, descriptor: int, token: bytes) -> int:
     path = f"/proc/{pid}/fd/{descriptor}"
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise OSError(f"{path} is no memory")
-    found = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    own = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
-        if fcntl.fcntl(found, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(found).st_size != size_of(wire.SEGMENT):
+        if fcntl.fcntl(own, fcntl.F_GET_SEALS) & _SEALS != _SEALS or os.fstat(own).st_size != size_of(wire.SEGMENT):
             raise OSError(f"{path} has another size, or one that may change")
-        if len(token) != TOKEN or os.pread(found, TOKEN, 0) != token:
+        if len(token) != TOKEN or os.pread(own, TOKEN, 0) != token:
             raise OSError(f"{path} is other memory than was meant")
     except OSError:
-        os.close(found)
+        os.close(own)
         raise
-    return found
+    return own

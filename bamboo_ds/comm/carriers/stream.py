@@ -11,7 +11,7 @@ class InStream:
     """See :class:`.carrier.Carrier`. Host memory is not copied before the kernel takes it."""
 
     def ready(self, size: int) -> bool:
-        """Always: the connection holds back what the kernel does not take."""
+        """Always true: the connection holds back what the kernel does not take."""
         return True
 
     def send(self, segment: Sequence[memoryview]) -> list[memoryview]:
@@ -19,8 +19,8 @@ class InStream:
         return [wire.HERE, *segment]
 
     def receive(self, mark: int, segment: Sequence[memoryview]) -> Iterable[memoryview]:
-        """All of it."""
+        """All memory of the segment."""
         return segment
 
     def abort(self) -> None:
-        """There is nothing but the connection's socket."""
+        """Does nothing: there is only the connection's socket."""

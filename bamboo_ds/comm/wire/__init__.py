@@ -84,7 +84,7 @@ def described(data: memoryview) -> list[WireTensor]:
 
 
 def segments(pieces: Sequence[memoryview]) -> Iterator[list[memoryview]]:
-    """What a frame's data are cut into, at either end."""
+    """The segments into which a frame's data are cut, at either end."""
     current: list[memoryview] = []
     left = SEGMENT
     for piece in pieces:
@@ -139,7 +139,7 @@ class FrameHead:
 
 
 def decode_head(block: bytearray | memoryview) -> FrameHead:
-    """Parse a block; raises ``ProtocolError`` if it is none."""
+    """Parses a block; raises ``ProtocolError`` if it is none."""
     kind, structure, key_length, tensors, sequence, epoch, length = _PREFIX.unpack_from(block)
     if not (DATA <= kind <= SHARE and NOTHING <= structure <= TUPLE and key_length <= length <= _MAX_META):
         raise ProtocolError(f"not a message header: {bytes(block[: _PREFIX.size]).hex()}")

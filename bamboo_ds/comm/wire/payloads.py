@@ -1,4 +1,4 @@
-"""What a message carries: tensors where they are, on their way to host memory, and in it."""
+"""Payloads of messages: tensors where they are, on their way to host memory, and in it."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ class Staged:
     copy: staging.Copy
 
     def payload(self) -> Payload:
-        """What was staged, on the device again."""
+        """The payload that was staged, on the device again."""
         return assemble(self.structure, self.tensors, after=self.copy)
 
 
@@ -90,7 +90,7 @@ class PeerMessage:
     arrival: float
 
     def payload(self, device: torch.device = HOST, parked: bool = False) -> Payload:
-        """What was sent; what its sender had on its device is copied to ``device`` here, in the main thread.
+        """The payload; what its sender had on its device is copied to ``device`` here, in the main thread.
 
         Args:
             device: of this process.
@@ -145,20 +145,20 @@ def in_host_memory(tensor: torch.Tensor) -> WireTensor:
 
 
 def staged(payload: Payload) -> Staged | None:
-    """Have ``payload`` copied to host memory beside what its device computes; ``None``: nothing of it is on a device.
+    """Has ``payload`` copied to host memory beside what its device computes; ``None`` if nothing is on a device.
 
     Raises:
         TypeError: see :func:`for_frame`.
     """
-    found = staging.current()
-    if found is None:
+    area = staging.current()
+    if area is None:
         return None
     structure, tensors = _structure(payload)
-    there = [found.streams.carries(tensor) for tensor in tensors]
+    there = [area.streams.carries(tensor) for tensor in tensors]
     if not any(there):
         return None
     begins = accumulate((tensor.nbytes for tensor in tensors), initial=0)
-    targets, copy = found.out([(begin, _flat(t)) for begin, t, far in zip(begins, tensors, there, strict=False) if far])
+    targets, copy = area.out([(begin, _flat(t)) for begin, t, far in zip(begins, tensors, there, strict=False) if far])
     copies = iter(targets)
     parts = [
         WireTensor(next(copies) if far else _flat(tensor).clone(), tensor.dtype, tuple(tensor.shape), far)
@@ -210,8 +210,8 @@ def assemble(
 def _on_device(
     data: Sequence[torch.Tensor], device: torch.device, after: staging.Copy | None
 ) -> Sequence[torch.Tensor]:
-    found = staging.current()
-    return [each.to(device) for each in data] if found is None else found.into(data, after)
+    area = staging.current()
+    return [each.to(device) for each in data] if area is None else area.into(data, after)
 
 
 class Buffers:

@@ -1,4 +1,4 @@
-"""The process of one slot: ``python -m bamboo_ds.control.agent``. What state it is in says :mod:`.states`.
+"""The process of one slot: ``python -m bamboo_ds.control.agent``. :mod:`.states` has its states.
 
 ======================  ================================================================================
 :mod:`.states`          the life of a member: states, events, and what follows; two walk it:
@@ -8,7 +8,7 @@
 :mod:`.waiting`         waiting for the job's restart, without a worker
 :mod:`.rejoin`          rejoining: the way back into the job
 :mod:`.reexec`          goes on as another agent in the same process
-:mod:`.mailbox`         what the main thread is to do
+:mod:`.mailbox`         actions for the main thread
 :mod:`.coordinator`     the side towards etcd: registration, plans, leadership; :mod:`.lease` keeps it alive
 :mod:`.assembly`        puts that side together
 :mod:`.worker_process`  the worker: spawned, signalled, reaped; :mod:`.command` says what is executed

@@ -1,4 +1,4 @@
-"""The process of an agent, which has what it is told in its environment (:mod:`bamboo_ds.control.settings`)."""
+"""The process of an agent, whose settings are in its environment (:mod:`bamboo_ds.control.settings`)."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _GONE = {"left": EXIT_LEFT, "evicted": EXIT_EVICTED}
 
 
 def _serve(settings: AgentSettings) -> LeftRecord:
-    """Run one worker, or wait for the job's restart; re-executes this process where the slot goes on."""
+    """Runs one worker, or waits for the job's restart; re-executes this process where the slot goes on."""
     if settings.waiting:
         from .waiting import WaitingAgent
 
@@ -42,7 +42,7 @@ def _serve(settings: AgentSettings) -> LeftRecord:
 
 
 def main() -> int:
-    """Run an agent; returns the exit code of its worker, 128 + n for signal n; see also :data:`_GONE`."""
+    """Runs an agent; returns the exit code of its worker, 128 + n for signal n; see also :data:`_GONE`."""
     logs.configure()
     try:
         settings = settings_told(os.environ)

@@ -51,7 +51,7 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 
 #: A wait that lasts so much longer than asked for means that this process was stopped, in seconds.
 _STALL_S = 0.5
-#: Seconds from SIGTERM to SIGKILL when the launcher is dead: nobody waits for an orderly end.
+#: Seconds from SIGTERM to SIGKILL when the launcher is dead: an orderly end is not waited for.
 _ORPHAN_GRACE_S = 0.5
 #: Seconds that a worker has to end once it has closed its channel: a script's exit handlers may upload something.
 _END_S = 600.0
@@ -108,7 +108,7 @@ class Agent:
         self._telling = Telling(self._id, self._output.say) if settings.tells else None
 
     def run(self) -> LeftRecord:
-        """Serve until the worker has ended and etcd knows; returns how it ended."""
+        """Serves until the worker has ended and etcd knows; returns how it ended."""
         self._data_workers.start_extra(self._settings)
         self._coordinator = self._make_coordinator()
         self._coordinator.start()
@@ -146,7 +146,7 @@ class Agent:
 
     @property
     def next(self) -> AgentSettings | None:
-        """What the process goes on with after :meth:`run`, if it does."""
+        """The settings with which the process goes on after :meth:`run`, if it does."""
         return self._slot.next
 
     def _make_coordinator(self) -> Coordinator:
@@ -181,22 +181,22 @@ class Agent:
     # -- callbacks of the coordinator, on its thread ------------------------------------------------
 
     def on_plan(self, plan: Plan) -> None:
-        """Hand a plan to the worker; from this thread, because every millisecond of a takeover counts."""
+        """Hands a plan to the worker; from this thread, because every millisecond of a takeover counts."""
         self._worker.send(PlanPush(plan=plan))
         self._mailbox.post(partial(self._note_plan, plan))
 
     def on_peers(self, peers: tuple[tuple[str, str], ...]) -> None:
-        """Tell a worker that waits to be admitted who can tell it what the job has done."""
+        """Tells a worker that waits to be admitted which members can tell it what the job has done."""
         self._worker.send(Peers(peers=peers))
 
     def on_feed(self, slot: int, rank: int) -> None:
-        """Start a worker that draws the batches of the pipeline of ``rank``."""
+        """Starts a worker that draws the batches of the pipeline of ``rank``."""
         self._mailbox.post(lambda: self._data_workers.start(self._slot.settings, slot, rank))
 
     # -- main loop ----------------------------------------------------------------------------------
 
     def _watch(self, selector: selectors.BaseSelector) -> float:
-        """Serve the worker until it is dead; returns the monotonic time of its death."""
+        """Serves the worker until it is dead; returns the monotonic time of its death."""
         while True:
             asleep = time.monotonic()
             timeout = self._timeout(asleep)
@@ -220,7 +220,7 @@ class Agent:
                 selector.modify(self._worker.wire, selectors.EVENT_READ | writing, "channel")
 
     def _note_stall(self, seconds: float) -> None:
-        """This process may have been stopped for so long: then it was us who did not listen."""
+        """Excuses the worker where this process may have been stopped for so long, and has not listened."""
         if seconds <= _STALL_S:
             return
         if self._worker.last_sign_of_life is not None:
@@ -260,7 +260,7 @@ class Agent:
         elif (
             signum is signal.SIGTERM and self._settings.guest and self._slot.may_leave and self._leaving.end_at is None
         ):
-            # Nobody's child: it is the host that shuts down, or somebody who wants this member to go.
+            # No launcher has started it: the host shuts down, or a user wants this member to go.
             self._leaving.end_at = time.monotonic() + self._settings.grace_s
             self._note_notice(Notice("leave", "signal", signum.name, self._settings.grace_s))
         else:
@@ -299,14 +299,14 @@ class Agent:
                 self._worker.kill(signal.SIGTERM)
 
     def _kill_after(self, grace_s: float) -> None:
-        """Kill the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
+        """Kills the worker in ``grace_s`` seconds, unless it has ended or something else kills it before."""
         kill_at = time.monotonic() + grace_s
         self._kill_at = kill_at if self._kill_at is None else min(self._kill_at, kill_at)
 
     # -- the worker's messages ----------------------------------------------------------------------
 
     def _read_channel(self) -> bool:
-        """Handle what has arrived; false when the worker has closed its end."""
+        """Handles what has arrived; false when the worker has closed its end."""
         self._worker.wire.flush()
         lines = self._worker.wire.receive()
         if lines is None:
@@ -346,21 +346,21 @@ class Agent:
                 self._coordinator.write(Keys.STOP, StopRecord(code=message.code, reason=why, by=me))
 
     def _plan_progress(self) -> None:
-        """Have etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
-        now, told = self._progress, self._written
+        """Has etcd told what is new: of steps, in which all are together, by one member; of all else by each."""
+        now, written = self._progress, self._written
         if now is None:
             return
-        if now.checkpoint != told.checkpoint:
+        if now.checkpoint != written.checkpoint:
             self._progress_due = time.monotonic()  # a fatal loss may come next
-        elif self._progress_due is None and (now.doing != told.doing or (self._speaks and now.step != told.step)):
+        elif self._progress_due is None and (now.doing != written.doing or (self._speaks and now.step != written.step)):
             self._progress_due = time.monotonic() + _PROGRESS_INTERVAL_S
 
     def _write_progress(self) -> None:
         self._progress_due = None
         if self._progress is not None:
             self._written = self._progress
-            told = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
-            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **told)
+            fields = self._progress.model_dump(include={"global_step", "checkpoint", "doing"})
+            record = ProgressRecord(id=self._id, step=self._progress.step or 0, **fields)
             self._coordinator.write(Keys.progress(self._id), record)
 
     # -- the end ------------------------------------------------------------------------------------
@@ -369,16 +369,16 @@ class Agent:
         self._worker.await_teardown(lambda seconds: self._mailbox.handle_next(seconds, [self._worker.pidfd]))
 
     def _departure(self, status: int, died: float) -> LeftRecord:
-        """What the end of the worker by its exit ``status`` means."""
+        """The meaning of the worker's end by its exit ``status``."""
         step = self._progress.step if self._progress is not None else None
         departure = self._slot.note_end(status, died, self._watchdog.hung, self._exit_notice, step)
         return departure.model_copy(update={"reaped": not self._worker.lingers()})
 
     def _announce(self, departure: LeftRecord) -> LeftRecord:
-        """Bring the news of the worker's end to etcd; give up when told to end, or after a while.
+        """Brings the news of the worker's end to etcd; gives up when told to end, or after a while.
 
         Returns:
-            What the end means, if it has turned out that the job goes on without this member.
+            The meaning of the end, if it has turned out that the job goes on without this member.
         """
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death

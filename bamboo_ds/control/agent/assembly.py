@@ -1,4 +1,4 @@
-"""Puts an agent's side towards etcd together.
+"""The parts of an agent's side towards etcd, put together.
 
 Importing this loads gRPC, which a process must not have loaded when it forks: so not before the worker is there.
 """
@@ -42,7 +42,7 @@ def make_coordinator(
 
     Args:
         pid: process id of the worker, or of the agent if that waits for the job's restart.
-        place: where the worker is reached by others.
+        place: of the worker, for others.
         loop: serves the page.
     """
     record = member_record(settings, member, pid, place)
@@ -71,7 +71,7 @@ def outage_s(settings: AgentSettings) -> float:
 
 
 def member_record(settings: AgentSettings, member: str, pid: int, place: str) -> MemberRecord:
-    """What ``member`` registers as; ``pid`` and ``place`` as above."""
+    """The record of ``member``; ``pid`` and ``place`` as above."""
     return MemberRecord(
         id=member,
         slot=settings.slot,

@@ -1,4 +1,4 @@
-"""What a coordinator tells its agent."""
+"""Calls of a coordinator to its agent."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Callbacks:
-    """What the agent wants to know; called on the coordinator's thread, must not block.
+    """Calls that the agent wants; they come on the coordinator's thread, and must not block.
 
     Attributes:
         on_plan: a plan with a newer epoch.
-        on_peers: who can tell a member that waits to be admitted what the job has done, with the places of their
-            workers; again when it changes.
+        on_peers: members that can tell one that waits to be admitted what the job has done, with the places of
+            their workers; again when it changes.
         on_stop: the job is to end.
         on_restart: workers are to be started again.
-        on_leave: somebody asks the member to leave.
+        on_leave: the member is asked to leave.
         on_evicted: plans that the member has not seen may have admitted and lost it.
         on_settings: the job's record was open, and is complete.
         on_contact: etcd has just said what its newest plan is; on the thread of the lease.
@@ -57,7 +57,7 @@ class News(Generic[T]):
         self._tell, self._once, self._told = tell, once, known
 
     def tell(self, what: T) -> None:
-        """``what`` is so now."""
+        """Tells ``what``, which is so now."""
         if what != self._told and not (self._once and self._told is not None):
             self._told = what
             self._tell(what)

@@ -1,4 +1,4 @@
-"""What an agent executes as its worker, and in which environment."""
+"""The command that an agent executes as its worker, and its environment."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def observed(command: Sequence[str]) -> tuple[str, ...]:
 
 
 def ranks_here(environ: Mapping[str, str]) -> str | None:
-    """How many ranks the launcher has on this host, as it says; ``None``: it does not."""
+    """The number of ranks that the launcher has on this host, or ``None`` where it does not say so."""
     return next((environ[name] for name in _HERE if name in environ), None)
 
 
@@ -65,7 +65,7 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
     started for: the launcher gives ranks to hosts in blocks.
 
     Args:
-        environ: where ``CUDA_VISIBLE_DEVICES`` and the launcher's variables may be.
+        environ: may have ``CUDA_VISIBLE_DEVICES`` and the launcher's variables.
         gpus: the folder in which the driver has an entry for every GPU.
     """
     if settings.launched:
@@ -84,9 +84,7 @@ def local_rank(settings: AgentSettings, environ: Mapping[str, str], gpus: Path =
 
 
 def device_of(settings: AgentSettings, environ: Mapping[str, str]) -> str:
-    """Which of the host's GPUs is the worker's by its ``LOCAL_RANK``: its index, or its name in
-    ``CUDA_VISIBLE_DEVICES``.
-    """
+    """The worker's GPU by its ``LOCAL_RANK``: the index, or the name in ``CUDA_VISIBLE_DEVICES``."""
     number = local_rank(settings, environ)
     visible = [each.strip() for each in environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if each.strip()]
     return visible[number % len(visible)] if visible else str(number)
@@ -96,18 +94,18 @@ def as_local_rank(command: Sequence[str], rank: int | str) -> tuple[str, ...]:
     """``command`` with ``rank`` in its option for local ranks, if it has one: DeepSpeed refuses another one than
     ``LOCAL_RANK``.
     """
-    told = list(command)
-    for at, argument in enumerate(told):
+    arguments = list(command)
+    for at, argument in enumerate(arguments):
         name, equals, _ = argument.partition("=")
         if name in LOCAL_RANK_OPTIONS and equals:
-            told[at] = f"{name}={rank}"
-        elif name in LOCAL_RANK_OPTIONS and at + 1 < len(told):
-            told[at + 1] = str(rank)
-    return tuple(told)
+            arguments[at] = f"{name}={rank}"
+        elif name in LOCAL_RANK_OPTIONS and at + 1 < len(arguments):
+            arguments[at + 1] = str(rank)
+    return tuple(arguments)
 
 
 def place_variables(rank: int, size: int | str, address: str, port: int) -> dict[str, str]:
-    """What scripts are told of a worker that is ``rank`` of ``size`` on its host, and of where all ranks meet."""
+    """Variables of a worker that is ``rank`` of ``size`` on its host, and of the place where all ranks meet."""
     return {
         "LOCAL_RANK": str(rank),
         "LOCAL_WORLD_SIZE": str(size),

@@ -56,7 +56,7 @@ _DISPLAY_S = 1.0
 class Coordinator:
     """Keeps one member registered and informed, and contests the leadership.
 
-    What it does follows from where the member stands in the job: see :class:`.membership.Membership`.
+    Its work follows from the member's state in the job: see :class:`.membership.Membership`.
 
     Args:
         store: not used before :meth:`start`; closed at the end by the coordinator.
@@ -137,11 +137,11 @@ class Coordinator:
     # -- called by the agent ------------------------------------------------------------------------
 
     def start(self) -> None:
-        """Register the member, in the background."""
+        """Registers the member, in the background."""
         self._thread.start()
 
     def write(self, key: str, record: Record) -> None:
-        """Write ``record`` as soon as etcd answers; a newer record of the same key replaces it."""
+        """Writes ``record`` as soon as etcd answers; a newer record of the same key replaces it."""
 
         def enqueue() -> None:
             self._pending[key] = record
@@ -149,7 +149,7 @@ class Coordinator:
         self._inbox.post(enqueue)
 
     def mark_leaving(self) -> None:
-        """Say in the member's record that it is going to vanish. The leader then gives its roles to others."""
+        """Says in the member's record that it is going to vanish. The leader then gives its roles to others."""
 
         def mark() -> None:
             self._membership.note_leaving()
@@ -158,7 +158,7 @@ class Coordinator:
         self._inbox.post(mark)
 
     def resign(self) -> None:
-        """Plan no more: the job is being ended."""
+        """Plans no more: the job is being ended."""
 
         self._inbox.post(self._stop_leading)
 
@@ -166,7 +166,7 @@ class Coordinator:
         self._leader = None
 
     def leave(self, departure: LeftRecord | None, stop: StopRecord | None = None) -> None:
-        """Write why the member leaves (``None``: not worth a word), and ``stop`` if given; revoke the lease, end.
+        """Writes why the member leaves (``None``: not worth a word), and ``stop`` if given; revokes the lease, ends.
 
         ``on_ended`` tells.
         """
@@ -177,12 +177,12 @@ class Coordinator:
         self._inbox.post(depart)
 
     def timing(self, epoch: object) -> TimingRecord | None:
-        """How the loss that made ``epoch`` was learnt, where known. Callable from any thread."""
+        """The course of the loss that made ``epoch``, where known. Callable from any thread."""
         mirror = self._mirror
         return mirror.get(Keys.timing(epoch), TimingRecord) if mirror and isinstance(epoch, int) else None
 
     def close(self, timeout_s: float) -> None:
-        """Give up what is not done yet; wait up to ``timeout_s`` seconds for the threads to end."""
+        """Gives up what is not done yet; waits up to ``timeout_s`` seconds for the threads to end."""
         self._ending.set()
         self._inbox.post(lambda: None)
         deadline = self._clock() + timeout_s
@@ -219,7 +219,7 @@ class Coordinator:
                 last.callback(self._inbox.close)
 
     def _turn(self) -> float | None:
-        """Do all there is to do; returns when to look again at the latest."""
+        """Does all there is to do; returns when to look again at the latest."""
         try:
             if self._departure is not None:
                 return self._depart(*self._departure)
@@ -242,7 +242,7 @@ class Coordinator:
         return not self._membership.takes_part and silent_s > self._outage_s
 
     def _drain(self, wake: float | None) -> None:
-        """Handle everything in the inbox, waiting until ``wake`` for something, or for the death of a neighbour."""
+        """Handles everything in the inbox, waiting until ``wake`` for something, or for the death of a neighbour."""
         timeout = None if wake is None else max(0.0, wake - self._clock())
         self._inbox.handle_next(timeout, self._neighbours.pidfds)
         self._inbox.handle_all()
@@ -273,11 +273,11 @@ class Coordinator:
         return mirror
 
     def _keep_lease(self) -> None:
-        """From now on the lease is refreshed, whatever else this member does."""
+        """Has the lease refreshed from now on, whatever else this member does."""
         self._keeper.thread.start()
 
     def _register(self, found: Mirror) -> None:
-        """Put the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
+        """Puts the member's record under a new lease, if it may; ``found`` is what etcd holds, the plan at least."""
         if not self._membership.may_register(found.plan, found.plan_forged):
             return
         lease = register(self._store, self._membership.record, self._lease_ttl_s, found.revision(Keys.PLAN))
@@ -308,7 +308,7 @@ class Coordinator:
         self._inbox.post(start_again)
 
     def _work(self, mirror: Mirror) -> float | None:
-        """As :meth:`_turn`, with what etcd holds."""
+        """Does as :meth:`_turn`, with what etcd holds."""
         plan, member = mirror.plan, self._membership
         if self._settings.open and (job := mirror.job) is not None and not job.settings.open:
             self._settings = job.settings
@@ -334,11 +334,11 @@ class Coordinator:
             return None
         if self._keeper.lease is None:
             # The mirror may be older than the outage that cost the lease.
-            found = Mirror(self._store.get_prefix(Keys.PLAN), mirror)
-            self._register(found)
+            newest = Mirror(self._store.get_prefix(Keys.PLAN), mirror)
+            self._register(newest)
             if self._keeper.lease is None:
                 # The watch will bring the plan that evicts us, or one that is newer than what was found.
-                return None if member.is_out(found.plan) else self._clock() + _RETRY_S
+                return None if member.is_out(newest.plan) else self._clock() + _RETRY_S
         try:
             while self._pending:
                 key, record = next(iter(self._pending.items()))
@@ -355,12 +355,12 @@ class Coordinator:
         return min((wake for wake in wakes if wake is not None), default=None)
 
     def _push(self, plan: Plan) -> None:
-        """Hand ``plan`` on, if it is new, and note what it means for this member."""
+        """Hands ``plan`` on, if it is new, and notes what it means for this member."""
         if self._membership.note_plan(plan):
             self._callbacks.on_plan(plan)
 
     def _check_seen(self, plan: Plan) -> None:
-        """Find out whether this joiner may have been listed, and lost, by plans that it has not seen.
+        """Finds out whether this joiner may have been listed, and lost, by plans that it has not seen.
 
         Its record is gone then: that hangs on the lease, and the leader removes those of members that are lost.
         """
@@ -371,14 +371,14 @@ class Coordinator:
             self._callbacks.on_evicted()
 
     def _attend_neighbours(self, mirror: Mirror) -> None:
-        """Report members of this host whose agents have died."""
+        """Reports members of this host whose agents have died."""
         self._neighbours.follow(self._membership.record, mirror.on_host)
         for record, at in list(self._neighbours.dead.values()):
             report_dead_agent(self._store, record, at, f"agent died, as {self._id} saw")
             del self._neighbours.dead[record.id]
 
     def _follow(self, mirror: Mirror, plan: Plan) -> None:
-        """What a member does that does not take part yet."""
+        """Does the work of a member that does not take part yet."""
         if self._membership.joins:
             self._peers.tell(peers(mirror, plan))
         whole = not plan.lost_roles and mirror.members.keys() >= set(plan.members)
@@ -391,7 +391,7 @@ class Coordinator:
             self._stop.tell(StopRecord(code=0, reason="the job has finished", by=self._id))
 
     def _put(self, key: str, record: Record) -> None:
-        """Write ``record``; the end of the job only if that does not go on without this member at that moment."""
+        """Writes ``record``; the end of the job only if that does not go on without this member at that moment."""
         if isinstance(record, MemberRecord):
             renew(self._store, record, self._keeper.lease)
             return
@@ -410,7 +410,7 @@ class Coordinator:
                 return
 
     def _depart(self, departure: LeftRecord | None, stop: StopRecord | None) -> float | None:
-        """As :meth:`_turn`, at the end."""
+        """Does as :meth:`_turn`, at the end."""
         if self._leads_until is None:
             self._tell_departure(departure, stop)
             lost = departure is not None and departure.outcome == "lost"

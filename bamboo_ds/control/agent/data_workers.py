@@ -25,12 +25,12 @@ class DataWorkers:
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def start(self, own: AgentSettings, slot: int, rank: int) -> None:
-        """Start a worker in a slot of its own that joins as ``rank``; ``own``: of the agent that starts it."""
+        """Starts a worker in a slot of its own that joins as ``rank``; ``own``: of the agent that starts it."""
         logger.warning("starting a worker for rank %d: nobody else can draw its batches", rank)
         self._start(dataclasses.replace(own, slot=slot, script_rank=rank, generation=None))
 
     def start_extra(self, own: AgentSettings) -> None:
-        """Start the workers that a restart wants besides the agent's own; they give their roles to others soon."""
+        """Starts the workers that a restart wants besides the agent's own; they give their roles to others soon."""
         for rank, slot in own.extra.items():
             logger.warning("starting a worker for rank %d as well: there are too few members", rank)
             self._start(dataclasses.replace(own, slot=slot, script_rank=rank))
@@ -62,13 +62,13 @@ class DataWorkers:
                 process.send_signal(signal.SIGUSR1)
 
     def terminate(self) -> None:
-        """End them. Each says so in etcd, where others would wait for its lease, and gives up to lead if it does."""
+        """Ends all. Each says so in etcd, where others would wait for its lease, and gives up to lead if it does."""
         for process in self._processes:
             if process.poll() is None:
                 process.terminate()
 
     def wait(self, mailbox: Mailbox, left_s: Callable[[], float | None]) -> None:
-        """Wait for the end of all.
+        """Waits for the end of all.
 
         Args:
             mailbox: what is posted there is done meanwhile.

@@ -20,7 +20,7 @@ class HealthReplies:
     Args:
         store: of its coordinator.
         member: its id.
-        last_heartbeat: monotonic seconds of the worker's newest heartbeat; ``None``: none, or none is expected.
+        last_heartbeat: monotonic seconds of the worker's newest heartbeat, or ``None`` if none is expected.
         clock: monotonic seconds.
     """
 
@@ -32,7 +32,7 @@ class HealthReplies:
         self._replied = 0  # epoch
 
     def reply(self, mirror: Mirror, plan: Plan | None) -> float | None:
-        """Answer the leader's question as soon as there is a heartbeat after it; returns when to look again."""
+        """Answers the leader's question as soon as there is a heartbeat after it; returns when to look again."""
         me = self._member
         question = mirror.get(Keys.asked(me), HealthRequest)
         if plan is None or question is None or question.epoch != plan.epoch or self._replied == plan.epoch:

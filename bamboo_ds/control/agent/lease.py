@@ -34,7 +34,7 @@ _LOOK = 0.1
 
 
 def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: int) -> Lease | None:
-    """Put a member's ``record`` under a new lease of ``ttl_s`` seconds.
+    """Puts a member's ``record`` under a new lease of ``ttl_s`` seconds.
 
     Returns:
         The lease; ``None`` if that was not done, since the plan is not of ``plan_revision`` any more.
@@ -52,7 +52,7 @@ def register(store: Store, record: MemberRecord, ttl_s: float, plan_revision: in
 
 
 def renew(store: Store, record: MemberRecord, lease: Lease | None) -> None:
-    """Put a member's ``record`` again, unless the leader has removed it."""
+    """Puts a member's ``record`` again, unless the leader has removed it."""
     entry = store.get(Keys.member(record.id))
     if entry is not None and lease is not None:
         leased = record.model_copy(update={"lease": lease.id})
@@ -60,7 +60,7 @@ def renew(store: Store, record: MemberRecord, lease: Lease | None) -> None:
 
 
 class LeaseKeeper:
-    """The lease of one member, and when etcd has answered last.
+    """The lease of one member, and the time of etcd's last answer.
 
     Args:
         store: of the member's coordinator.
@@ -114,7 +114,7 @@ class LeaseKeeper:
 
     @property
     def trusted_from(self) -> float:
-        """When absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
+        """Monotonic seconds from which on absence means loss; see :class:`~bamboo_ds.control.leader.view.View`."""
         if self.silent_s > _OUTAGE * self._ttl_s:
             return self._clock() + self._ttl_s
         return self._trusted_from
@@ -139,7 +139,7 @@ class LeaseKeeper:
                 return
 
     def stay(self) -> None:
-        """Refresh the lease; now and then learn whether the job goes on with the plan that the worker has."""
+        """Refreshes the lease; now and then learns whether the job goes on with the plan that the worker has."""
         lease = self.lease
         if lease is not None and lease is not self._lost:
             alive = lease.refresh()
@@ -157,13 +157,13 @@ class LeaseKeeper:
             self.look()
 
     def know(self, mirror: Mirror) -> None:
-        """Take the plan over that ``mirror`` has read, so that it is not read twice. From the coordinator's thread."""
+        """Takes the plan over that ``mirror`` has read, so that it is not read twice. From the coordinator's thread."""
         plan, revision = mirror.plan, mirror.revision(Keys.PLAN)
         if plan is not None and not mirror.plan_forged and revision > self._seen[0]:
             self._seen = revision, plan
 
     def look(self) -> None:
-        """Learn whether the job still goes on with the plan that the worker has. Callable from any thread."""
+        """Learns whether the job still goes on with the plan that the worker has. Callable from any thread."""
         begun = self._fence_clock()
         plan = self._read(self._store.get(Keys.PLAN))
         self._looked_at = self._clock()

@@ -1,4 +1,4 @@
-"""An agent's part in leaving: who tells it, what it tells the others, and what remains to be done at the end."""
+"""An agent's part in leaving: its notices, its word to the others, and the work that remains at the end."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ logger = logging.getLogger("bamboo_ds.control.leaving")
 
 
 class Leaving:
-    """What one agent knows of its member's leaving. All methods are for the agent's main thread.
+    """The leaving of one agent's member. All methods are for the agent's main thread.
 
     Args:
         settings: the agent's.
@@ -29,7 +29,7 @@ class Leaving:
         loop: asks for them.
 
     Attributes:
-        notice: what the member leaves for; ``None``: it does not.
+        notice: that the member leaves for, or ``None``.
         gone_at: monotonic seconds at which the node vanishes, as far as known.
         end_at: monotonic seconds at which the agent ends the worker, whether or not it has left by then.
 
@@ -55,12 +55,12 @@ class Leaving:
         self.end_at: float | None = None
 
     def watch(self, tell: Callable[[Notice], None]) -> None:
-        """Start asking the sources; ``tell`` is called on another thread and must not block."""
+        """Starts asking the sources; ``tell`` is called on another thread and must not block."""
         self._tell = tell
         self._watcher.start()
 
     def take(self, notice: Notice, epoch: int) -> bool:
-        """Note and report ``notice``; whether there is something new to tell the others."""
+        """Notes and reports ``notice``; returns whether there is something new to tell the others."""
         left = "unknown time" if notice.deadline_s is None else f"{notice.deadline_s:.0f} s"
         what = "leaves" if notice.vanishes else "does not leave"
         logger.warning("%s: %s (%s, in %s): this member %s", notice.source, notice.detail, notice.kind, left, what)
@@ -89,7 +89,7 @@ class Leaving:
 
     @property
     def record(self) -> NoticeRecord:
-        """What the others must know."""
+        """The record of the leaving, for the others."""
         assert self.notice is not None
         return NoticeRecord(
             id=self._member,
@@ -102,12 +102,12 @@ class Leaving:
 
     @property
     def reason(self) -> str:
-        """Why the member leaves, in words."""
+        """The reason why the member leaves, in words."""
         assert self.notice is not None
         return f"{self.notice.kind}, {self.notice.source}: {self.notice.detail}"
 
     def note_step(self, heartbeat: Heartbeat) -> None:
-        """Learn from the worker's progress how long its iterations take."""
+        """Learns from the worker's progress how long its iterations take."""
         step, now = heartbeat.step, time.monotonic()
         if step is None or (self._step is not None and step <= self._step[0]):
             return
@@ -118,7 +118,7 @@ class Leaving:
     # -- the end ----------------------------------------------------------------------------------------
 
     def report(self, epoch: int) -> None:
-        """Tell that the member has left."""
+        """Tells that the member has left."""
         assert self.notice is not None
         event = MemberLeft(
             job=self._settings.job,
@@ -132,7 +132,7 @@ class Leaving:
         emit_or_log(self._events, event)
 
     def close(self, abandoned: bool) -> None:
-        """Ask no more. ``abandoned``: nobody on this host is needed any more, so that the cloud may take it."""
+        """Stops asking. ``abandoned``: no member on this host is needed any more, so that the cloud may take it."""
         for notice in self._notices if abandoned else ():
             self._watcher.acknowledge(notice)
         self._watcher.stop()

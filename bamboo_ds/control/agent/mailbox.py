@@ -1,4 +1,4 @@
-"""What a thread of an agent, or of a launcher, is to do: posted by other threads and by signals."""
+"""Actions for a thread of an agent, or of a launcher, posted by other threads and by signals."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ class Mailbox:
         return self._reading.fileno()
 
     def take_signals(self, handler: Callable[[signal.Signals, float], None]) -> Callable[[], None]:
-        """Have :data:`HANDLED_SIGNALS` handled like actions, by the main thread alone.
+        """Has :data:`HANDLED_SIGNALS` handled like actions, by the main thread alone.
 
-        Whoever has started the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
+        The parent of the process may have blocked them. SIGHUP stays ignored where it was (``nohup``).
 
         Args:
             handler: called with each signal, and the monotonic seconds at which it came.
 
         Returns:
-            What has them handled as before.
+            A function that has them handled as before.
         """
 
         def note(signum: int, _: object) -> None:
@@ -59,19 +59,19 @@ class Mailbox:
         return give_back
 
     def post(self, action: Callable[[], object]) -> None:
-        """Have ``action`` called; callable from any thread."""
+        """Has ``action`` called; callable from any thread."""
         self._actions.put(action)
         with contextlib.suppress(OSError):  # it is full of wake-ups, or closed
             self._writing.send(b"\0")
 
     def handle_all(self) -> None:
-        """Call what has been posted."""
+        """Calls what has been posted."""
         self._clear()
         while self.handle_next(0.0):
             continue
 
     def handle_next(self, timeout_s: float | None = None, others: Sequence[int] = ()) -> bool:
-        """Call the next action, waiting for it for so many seconds; false if none comes.
+        """Calls the next action, waiting for it for so many seconds; false if none comes.
 
         Args:
             others: descriptors of which none is readable while it waits.
@@ -94,7 +94,7 @@ class Mailbox:
         return True
 
     def handle_until(self, over: Callable[[], bool], seconds: float) -> bool:
-        """Call what is posted until ``over`` is true, for so many seconds at most; returns whether it is."""
+        """Calls what is posted until ``over`` is true, for so many seconds at most; returns whether it is."""
         until = time.monotonic() + seconds
         while not over():
             if not self.handle_next(max(0.0, until - time.monotonic())):
@@ -102,7 +102,7 @@ class Mailbox:
         return True
 
     def close(self) -> None:
-        """Wake nobody any more. Idempotent."""
+        """Wakes no thread any more. Idempotent."""
         self._reading.close()
         self._writing.close()
 

@@ -1,4 +1,4 @@
-"""Where a member stands in its job, by the plans that its agent has seen, and what it may do there. Pure.
+"""The state of a member in its job, by the plans that its agent has seen, and what it may do there. Pure.
 
 The states are those of :mod:`.states`. :class:`.coordinator.Coordinator` acts on them until it is told to depart, in
 whatever state. Whether the member leads is no state of its own: etcd says that, and the
@@ -48,7 +48,7 @@ class Membership:
 
     @property
     def _first(self) -> State:
-        """What follows when the plan has been found."""
+        """The state when the plan has been found."""
         return first(self.record.state == "waiting", self.record.joiner)
 
     @property
@@ -82,7 +82,7 @@ class Membership:
         self._note_leaving()
 
     def note_plan(self, plan: Plan) -> bool:
-        """Follow ``plan``; whether it is a new one."""
+        """Follows ``plan``; returns whether it is a new one."""
         if plan.epoch <= self.epoch:
             return False
         missed = self._after_epoch < self.epoch < plan.epoch - 1
@@ -97,11 +97,11 @@ class Membership:
         return True
 
     def note_seen(self, lost: bool) -> None:
-        """What the plans have done that it has missed: they have listed and ``lost`` it, or never listed it."""
+        """Notes what plans that it has missed have done: they have listed and ``lost`` it, or never listed it."""
         self._note(Event.OUT if lost else Event.ABSENT)
 
     def note_leaving(self) -> None:
-        """It is on notice."""
+        """The member is on notice."""
         self.record = self.record.model_copy(update={"state": "leaving"})
         self._note_leaving()
 
@@ -138,7 +138,7 @@ def peers(mirror: Mirror, plan: Plan) -> tuple[tuple[str, str], ...]:
 def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
     """Whether the job has ended without ``member``: it takes no part yet, and all that did are gone, some well.
 
-    The plan may list it already: nobody enters a plan after the last operation. Then others wait in vain like it.
+    The plan may list it already: no member enters a plan after the last operation. Then others wait in vain like it.
     """
     entered = mirror.workers
     if member in entered:
@@ -147,7 +147,7 @@ def over_for(member: str, mirror: Mirror, plan: Plan) -> bool:
 
 
 def check_start(me: MemberRecord, mirror: Mirror) -> None:
-    """Raise :class:`LaunchError` if the job waits for members that start it, and a launcher has started this one."""
+    """Raises :class:`LaunchError` if the job waits for members that start it, and a launcher has started this one."""
     plan, takes_part = mirror.plan, not me.joiner and me.state != "waiting"
     if takes_part and plan is not None and plan.generation == UNSTARTED and mirror.restart is None:
         raise LaunchError(

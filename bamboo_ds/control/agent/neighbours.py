@@ -23,7 +23,7 @@ _WATCHED = 2
 
 
 def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: str) -> None:
-    """Tell the leader of a member whose agent cannot, unless the agent has said good-bye, or others have told.
+    """Tells the leader of a member whose agent cannot, unless the agent has said good-bye, or others have told.
 
     What it leaves under its lease is removed in any case, the leadership among it.
 
@@ -52,7 +52,7 @@ def report_dead_agent(store: Store, record: MemberRecord, died: float, detail: s
 
 
 def watched_by(me: MemberRecord, joiners: Iterable[MemberRecord], space: str) -> dict[str, MemberRecord]:
-    """Whom the agent of ``me`` watches: the next members in the order of slots that have joined.
+    """The members that the agent of ``me`` watches: the next ones in the order of slots that have joined.
 
     The others are children of a launcher, which sees their deaths.
 
@@ -66,10 +66,10 @@ def watched_by(me: MemberRecord, joiners: Iterable[MemberRecord], space: str) ->
 
 
 class Neighbours:
-    """The agents of some members of this host, so that each that has joined is watched by somebody.
+    """The agents of some members of this host, so that each that has joined is watched by an agent.
 
     Attributes:
-        dead: members whose agents were found dead, with the monotonic time at which that was; whoever reports one takes
+        dead: members whose agents were found dead, with the monotonic time at which that was; a report takes
             it out. One may have left in order just before.
     """
 
@@ -81,11 +81,11 @@ class Neighbours:
 
     @property
     def pidfds(self) -> list[int]:
-        """Descriptors that are readable once somebody is dead; :meth:`look` then."""
+        """Descriptors that are readable once an agent is dead; :meth:`look` then."""
         return list(self._watched)
 
     def follow(self, me: MemberRecord, joiners: Mapping[str, MemberRecord]) -> None:
-        """Watch those of ``joiners`` that the agent of ``me`` is to watch, and nobody else."""
+        """Watches those of ``joiners`` that the agent of ``me`` is to watch, and no others."""
         if joiners is self._seen:
             return
         self._seen, near = joiners, watched_by(me, joiners.values(), process_space())
@@ -115,12 +115,12 @@ class Neighbours:
         return self._watched.pop(pidfd)
 
     def look(self) -> None:
-        """Note who has died."""
+        """Notes the agents that have died."""
         for pidfd in wait(self.pidfds, 0.0):
             assert isinstance(pidfd, int)
             self._note(self._drop(pidfd))
 
     def close(self) -> None:
-        """Watch no more. Idempotent."""
+        """Stops watching. Idempotent."""
         for pidfd in self.pidfds:
             self._drop(pidfd)

@@ -1,4 +1,4 @@
-"""What a worker writes: into a file of its own, and on to where its agent's output goes.
+"""The output of a worker: into a file of its own, and on to where its agent's output goes.
 
 ::
 
@@ -36,7 +36,7 @@ logger = logging.getLogger("bamboo_ds.control.agent")
 #: user's pipes 64 MiB.
 _PIPE_BYTES = 1 << 18
 _READ = 1 << 16
-#: Seconds after the worker's end in which nothing has been read or shown, or in which somebody waits for this process,
+#: Seconds after the worker's end in which nothing has been read or shown, or in which this process is waited for,
 #: until no more is waited for.
 _STUCK_S = 2.0
 _LOOK_S = 0.05
@@ -45,7 +45,7 @@ _F_SETPIPE_SZ = 1031
 
 @dataclass
 class _Descriptor:
-    """What a worker writes to one of its descriptors.
+    """The output of a worker to one of its descriptors.
 
     Attributes:
         reading: this end of it.
@@ -65,7 +65,7 @@ class WorkerOutput:
 
     Attributes:
         stdout, stderr: what the worker is to be started with; ``None``: what this process has.
-        path: of the file; ``None``: there is none.
+        path: of the file, or ``None``.
     """
 
     def __init__(self, settings: AgentSettings) -> None:
@@ -118,7 +118,7 @@ class WorkerOutput:
         logs.show_by(self._log)
 
     def say(self, text: str) -> None:
-        """Show ``text`` of this process on its standard error, in order with what the worker writes."""
+        """Shows ``text`` of this process on its standard error, in order with what the worker writes."""
         assert self._log is not None, "it is started"
         self._log.write(text)
 
@@ -132,7 +132,7 @@ class WorkerOutput:
             try:
                 data = os.read(stream.reading, _READ)
             except OSError as error:
-                if error.errno != errno.EIO:  # how a terminal tells that nobody has its other end any more
+                if error.errno != errno.EIO:  # how a terminal tells that its other end is closed
                     raise
                 data = b""
             whole = lines.feed(data)
@@ -142,11 +142,11 @@ class WorkerOutput:
         os.close(stream.reading)
 
     def close(self, attend: Callable[[float], object], hurried: Callable[[], bool]) -> None:
-        """The worker and all that it has started are gone: bring the rest to its places.
+        """Brings the rest of the output to its places: the worker and all that it has started are gone.
 
         Args:
             attend: does for so many seconds what else there is to do.
-            hurried: whether somebody waits for this process, so that what a slow terminal lacks is in the file only.
+            hurried: whether this process is waited for, so that what a slow terminal lacks is in the file only.
         """
         begun = time.monotonic()
         before, since, stuck = -1, 0.0, False
@@ -172,7 +172,7 @@ class WorkerOutput:
 
 
 def _file_of(settings: AgentSettings) -> LogFile | None:
-    """Where the worker's output is kept, if it is to be, and can be."""
+    """The file of the worker's output, if that is to be kept, and can be."""
     if settings.logs is None or not settings.tee:
         return None
     try:
@@ -199,7 +199,7 @@ def _ends(terminal: int | None) -> tuple[int, int]:
 
 
 def log_to_file(settings: AgentSettings) -> None:
-    """Have this process's log in a file, too."""
+    """Writes this process's log to a file, too."""
     if settings.logs is None:
         return
     try:

@@ -1,6 +1,6 @@
 """An agent that starts anew in the same process: with another slot, or for another attempt at the job.
 
-Whoever watches the process goes on watching it: its id, its parent, its output and the pipe for its result stay.
+Watchers of the process go on watching it: its id, its parent, its output and the pipe for its result stay.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _FIRST_PRIVATE_FD = 3
 
 
 def reexecute(settings: AgentSettings) -> NoReturn:
-    """Replace this process by an agent with ``settings``.
+    """Replaces this process by an agent with ``settings``.
 
     Of what is open only standard input, output, error and ``settings.result_fd`` are passed on. Call it from the
     main thread when the worker has ended; all other threads end with the call.

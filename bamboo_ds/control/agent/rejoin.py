@@ -1,7 +1,7 @@
-"""How an evicted member rejoins the job: as a member that joins, in a process of the same id.
+"""The way of an evicted member back into the job: as a member that joins, in a process of the same id.
 
 Others have taken its roles over; what its worker had is worth nothing any more. When etcd answers again and the job
-goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as anybody who joins.
+goes on without it, its agent starts anew (:mod:`.reexec`), with a slot of its own as any member that joins.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def pause_s(rejoins: int) -> float:
 
 
 def prospect(mirror: Mirror, member: str, restarts: bool) -> Prospect:
-    """Whether the job can take in somebody who was ``member`` before.
+    """Whether the job can take in a process that was ``member`` before.
 
     ``over``: it has ended, also by a fatal loss unless it ``restarts`` after one. ``not yet``: it still counts with
-    ``member``, it is starting, or nobody is there.
+    ``member``, it is starting, or has no members.
     """
     plan = mirror.plan
     if plan is None or mirror.job is None or is_over(mirror):
@@ -77,7 +77,7 @@ class Rejoin:
         self._desertion = Desertion(clock)
 
     def find(self, mailbox: Mailbox) -> None:
-        """Look until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
+        """Looks until there is a place, the slot is told to end, the job is over, or has not been seen for too long.
 
         Args:
             mailbox: of the agent; what it is told meanwhile is handled.
@@ -108,7 +108,7 @@ class Rejoin:
         return open_store(settings.store, settings.job, _STORE_TIMEOUT_S, settings.secret)
 
     def look(self) -> None:
-        """Look once."""
+        """Looks once."""
         settings, restarts = self._settings, self._settings.bamboo.recovery.max_restarts > 0
         if self._slot.state is not State.REJOINING:
             return
@@ -132,7 +132,7 @@ class Rejoin:
             logger.error("cannot come back: %s", error)
             self._slot.end()
             return
-        told = dataclasses.asdict(vacancy)
-        found = dataclasses.replace(settings, **told, restart_from=None, extra={}, rejoins=self._rejoins + 1)
-        logger.warning("coming back into the job, as slot %d", found.slot)
-        self._slot.start_with(found)
+        fields = dataclasses.asdict(vacancy)
+        renewed = dataclasses.replace(settings, **fields, restart_from=None, extra={}, rejoins=self._rejoins + 1)
+        logger.warning("coming back into the job, as slot %d", renewed.slot)
+        self._slot.start_with(renewed)

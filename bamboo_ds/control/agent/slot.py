@@ -1,4 +1,4 @@
-"""What one slot is told, and what follows from that. No I/O: agents carry it out.
+"""The view of one slot: what it is told, and what follows from that. No I/O: agents carry it out.
 
 The states are those of :mod:`.states`; here is what is known beside the state, and what is said of the worker's end.
 """
@@ -59,7 +59,7 @@ class Slot:
         epoch: that of the newest plan.
         stop: the job was ended.
         terminated: the agent was told to end.
-        departure: how it has ended without a worker.
+        departure: its end without a worker.
     """
 
     def __init__(self, settings: AgentSettings, member: str, clock: Callable[[], float] = time.monotonic) -> None:
@@ -102,7 +102,7 @@ class Slot:
 
     @property
     def awaited(self) -> bool:
-        """Whether somebody waits for this process once it has no worker: who has told it to end, or the job."""
+        """Whether this process is awaited once it has no worker: by the one that has told it to end, or by the job."""
         return self.terminated or self.state is not State.ENDED
 
     @property
@@ -112,7 +112,7 @@ class Slot:
 
     @property
     def next(self) -> AgentSettings | None:
-        """What the process goes on with, if it does."""
+        """The settings with which the process goes on, if it does."""
         if self.state is State.WAITING and not self.settings.waiting:
             after_epoch = self.epoch if self._fatal is None else self._fatal
             return replace(self.settings, waiting=True, after_epoch=after_epoch, extra={})
@@ -194,7 +194,7 @@ class Slot:
         notice: ExitNotice | None,
         step: int | None,
     ) -> LeftRecord:
-        """The worker has ended; returns what that means.
+        """The worker has ended; returns the meaning of that.
 
         Args:
             status: its exit status, negative for a signal.
@@ -204,7 +204,7 @@ class Slot:
             step: the newest that it has committed, as far as it has told.
         """
         settings = self.settings
-        done = notice is not None and notice.done  # its script has ended well, and nobody needs it any more
+        done = notice is not None and notice.done  # its script has ended well, and it is not needed any more
         # What its script has told of its failure, or it of its device's.
         raised = notice.reason if notice is not None and (notice.failed or status in _OF_HOST) else None
         if raised is not None and status < 0:
@@ -245,11 +245,11 @@ class Slot:
     def _left(
         self, outcome: str, reason: str, detail: str, code: int, since: float, **more: int | str | None
     ) -> LeftRecord:
-        told = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "since": since, **more}
-        return LeftRecord.model_validate({"id": self._member, "slot": self.settings.slot, "boot": boot_id(), **told})
+        fields = {"outcome": outcome, "reason": reason, "detail": detail, "code": code, "since": since, **more}
+        return LeftRecord.model_validate({"id": self._member, "slot": self.settings.slot, "boot": boot_id(), **fields})
 
     def _exit(self, status: int, hung: bool) -> Exit:
-        """How a worker has ended that had ``status``; ``hung``: it was killed for that."""
+        """The way in which a worker with ``status`` has ended; ``hung``: it was killed for that."""
         asked = self.terminated or self.state in _ASKED
         if status == 0 and not asked:
             return Exit.DONE
@@ -322,7 +322,7 @@ class Slot:
             self.depart("lost", "signal", signum.name, 128 + signum)
 
     def depart(self, outcome: str, reason: str, detail: str, code: int) -> None:
-        """End, unless it has ended."""
+        """Ends the slot, unless it has ended."""
         if self.departure is not None:
             return
         self._note(Event.OVER)

@@ -12,15 +12,15 @@ from enum import Enum
 
 
 class State(Enum):
-    """What a member is in."""
+    """The states of a member."""
 
     LOOKING = "looking"  #: for the job's plan: etcd has not answered yet
-    JOINING = "joining"  #: no plan has listed it, and nobody counts with it
+    JOINING = "joining"  #: no plan has listed it, and no member counts with it
     UNSURE = "unsure"  #: the same, but it has missed plans, which may have listed and lost it
     STARTING = "starting"  #: no plan has listed it, and the job counts with it
     RUNNING = "running"
     LEAVING = "leaving"  #: on notice, or told to end: needed until it is gone
-    FREE = "free"  #: to go: nobody needs it
+    FREE = "free"  #: to go: no member needs it
     FATAL = "fatal"  #: some role's state is lost: the job is about to start again
     EVICTED = "evicted"  #: the job goes on without it: it writes nothing but its end
     ADRIFT = "adrift"  #: evicted from a job that is about to start again
@@ -33,7 +33,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What a member learns."""
+    """The events of a member."""
 
     LISTED = "listed"  #: a plan lists it
     MISSED = "missed"  #: plans have passed that it has not seen
@@ -42,7 +42,7 @@ class Event(Enum):
     SPARED = "spared"  #: the same, after its notice; or it has drawn batches for others, who do without
     DOOMED = "doomed"  #: a plan has lost some role's state
     NOTICE = "notice"  #: it is to leave
-    WITHDRAWN = "withdrawn"  #: the same, before anybody counts with it
+    WITHDRAWN = "withdrawn"  #: the same, before others count with it
     TOLD = "told"  #: its agent is to end
     STOP = "stop"  #: the job is to end
     ERROR = "error"  #: the control plane fails
@@ -53,7 +53,7 @@ class Event(Enum):
 
 
 class Exit(Enum):
-    """How a worker ends."""
+    """The ways in which a worker ends."""
 
     DONE = "done"  #: with exit code 0, unasked
     LEFT = "left"  #: it has handed over what it had, on notice

@@ -1,4 +1,4 @@
-"""What an agent that a user has started tells in the terminal about its member: ``bamboo join`` becomes one."""
+"""Words in the terminal of an agent that a user has started, about its member: ``bamboo join`` becomes one."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class AroundLosses:
         self._disturbed = False  # the iteration under way
 
     def add(self, span: Span) -> Collection[Span]:
-        """Take the next span in the order of their ends; returns those to write now."""
+        """Takes the next span in the order of their ends; returns those to write now."""
         if not self._wanted:
             while self._held and self._held[0].step < span.step - BEFORE:
                 self._held.popleft()
@@ -46,7 +46,7 @@ class AroundLosses:
         return ()
 
     def end(self, lost: bool) -> Collection[Span]:
-        """Those to write if there are no more; of a ``lost`` worker these are at least its last three iterations."""
+        """Spans to write if there are no more; of a ``lost`` worker these are at least its last three iterations."""
         if not (self._wanted or lost):
             return ()
         wanted, self._held, self._wanted = self._held, deque(maxlen=_HELD), False
@@ -59,7 +59,7 @@ class TimelineWriter:
     A failure is logged once, and nothing is written from then on; the worker never hears of it.
 
     Args:
-        events: the job's file of events; ``None``: there is no place for a timeline.
+        events: the job's file of events, or ``None`` without a place for a timeline.
         job, member, rank: whose it is.
     """
 
@@ -74,22 +74,22 @@ class TimelineWriter:
 
     @property
     def fds(self) -> Collection[int]:
-        """What the worker inherits."""
+        """Descriptors that the worker inherits."""
         return () if self._pipe is None else (self._pipe.writing,)
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """What the worker's environment says of it."""
+        """The timeline's variables in the worker's environment."""
         return {} if self._pipe is None else {ENV_FD: str(self._pipe.writing)}
 
     def write(self) -> None:
-        """Write what is wanted by now, or the first part of it."""
+        """Writes what is wanted by now, or the first part of it."""
         if not self._due:  # until then the rest waits in the pipe
             self._read()
         self._write(_AT_ONCE)
 
     def end(self, lost: bool) -> None:
-        """The worker has ended: write the rest, and its last iterations if it was ``lost``. Idempotent."""
+        """Writes the rest when the worker has ended, and its last iterations if it was ``lost``. Idempotent."""
         if self._pipe is None:
             return
         self._read()
@@ -101,7 +101,7 @@ class TimelineWriter:
             self._file.close()
 
     def _read(self) -> None:
-        """Read the pipe, and choose what is wanted of it."""
+        """Reads the pipe, and chooses what is wanted of it."""
         if self._pipe is None or self._file is None:
             return
         spans = self._pipe.read()
@@ -114,7 +114,7 @@ class TimelineWriter:
                 self._due += self._around_losses.add(span)
 
     def _write(self, count: int) -> None:
-        """Write the first ``count`` of the spans that are due."""
+        """Writes the first ``count`` of the spans that are due."""
         if self._file is None:
             return
         spans = [self._due.popleft() for _ in range(min(count, len(self._due)))]

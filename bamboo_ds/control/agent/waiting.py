@@ -1,6 +1,6 @@
 """An agent between two starts of the job: a member without a worker.
 
-It is registered and may lead, so that there is somebody who starts the job again. It goes on as an agent with a worker
+It is registered and may lead, so that there is an agent that starts the job again. It goes on as an agent with a worker
 when it is told which ranks to run, or as one that joins when the job has started without it.
 """
 
@@ -47,7 +47,7 @@ class WaitingAgent:
         logs.begin_files()
 
     def run(self) -> LeftRecord | None:
-        """Wait; returns how the member has ended, ``None`` if it goes on."""
+        """Waits; returns how the member has ended, ``None`` if it goes on."""
         self._mailbox.take_signals(lambda signum, at: self._slot.note_signal(signum))
         again = "" if self._settings.generation == UNSTARTED else " again"
         logger.warning("slot %d waits until the job starts%s", self._settings.slot, again)
@@ -70,11 +70,11 @@ class WaitingAgent:
 
     @property
     def next(self) -> AgentSettings | None:
-        """What the process goes on with after :meth:`run`, if it does."""
+        """The settings with which the process goes on after :meth:`run`, if it does."""
         return self._slot.next
 
     def callbacks(self) -> Callbacks:
-        """What the coordinator tells the slot."""
+        """The coordinator's calls to the slot."""
         post, slot = self._mailbox.post, self._slot
         return Callbacks(
             on_plan=lambda plan: post(partial(slot.note_plan_without, plan)),

@@ -22,7 +22,7 @@ class Watchdog:
 
     Attributes:
         limit_s: seconds without a heartbeat after which it hangs now.
-        hung: how it hangs, and since when in monotonic seconds; ``None``: it does not. Stays once it is set.
+        hung: the way in which it hangs, and the monotonic seconds since when, or ``None``. Stays once it is set.
     """
 
     def __init__(self, settings: MembershipConfig) -> None:
@@ -33,14 +33,14 @@ class Watchdog:
         self.hung: tuple[Literal["heartbeat", "hang"], float] | None = None
 
     def excuse(self, seconds: float) -> None:
-        """Nobody listened to the worker for so long: its first heartbeat may come as much later."""
+        """Allows the first heartbeat to come later by the seconds for which the worker was not listened to."""
         self._born += seconds
 
     def due(self, last_sign_of_life: float | None, closed: bool = False) -> float | None:
-        """When it will have been without heartbeat for too long, in monotonic seconds; ``None``: never.
+        """Monotonic seconds at which it will have been without heartbeat for too long, or ``None``.
 
         Args:
-            last_sign_of_life: its newest heartbeat; ``None``: there was none yet, or none is expected any more.
+            last_sign_of_life: its newest heartbeat, or ``None`` if there was none yet or none is expected any more.
             closed: none is.
         """
         if self.hung is not None or closed:

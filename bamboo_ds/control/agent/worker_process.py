@@ -28,7 +28,7 @@ _TEARDOWN_S = 15.0
 
 
 def _begin_worker(agent_pid: int) -> None:
-    """What a worker does before it becomes the script."""
+    """The work of a worker's process before it becomes the script."""
     # Slurm sends it to all processes of a step, where agents take it for a notice; a script may handle it.
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     die_with_parent(signal.SIGKILL, agent_pid)
@@ -62,7 +62,7 @@ class WorkerProcess:
         fds: Collection[int] = (),
         stdin: int | None = subprocess.DEVNULL,
     ) -> None:
-        """Spawn ``argv``; raises :class:`LaunchError` if it cannot be executed.
+        """Spawns ``argv``; raises :class:`LaunchError` if it cannot be executed.
 
         Args:
             stdout, stderr: its output; ``None``: that of this process.
@@ -72,16 +72,16 @@ class WorkerProcess:
         ours, theirs = socket.socketpair()
         agent_pid = os.getpid()
         self._tether = _make_tether()
-        told, tied = {ENV_FD: str(theirs.fileno())}, list[int]()
+        variables, tied = {ENV_FD: str(theirs.fileno())}, list[int]()
         if self._tether is not None:
-            told[ENV_TETHER] = str(self._tether.fd)
+            variables[ENV_TETHER] = str(self._tether.fd)
             tied.append(self._tether.fd)
         with theirs, self._tether or contextlib.nullcontext():
             try:
-                # The worker holds accelerators and ports: without its agent nobody could end it.
+                # The worker holds accelerators and ports: without its agent it could not be ended.
                 self._process = subprocess.Popen(
                     argv,
-                    env={**env, **told},
+                    env={**env, **variables},
                     stdin=stdin,
                     stdout=stdout,
                     stderr=stderr,
@@ -101,7 +101,7 @@ class WorkerProcess:
         self._watched = False
 
     def watch(self, on_death: Callable[[], None]) -> None:
-        """Have a thread call ``on_death`` once the worker is :attr:`dead`. It must have said something already."""
+        """Has a thread call ``on_death`` once the worker is :attr:`dead`. It must have said something already."""
         if self._tether is not None and not self._watched:
             self._watched = True
             death = threading.Thread(target=self._await_death, args=[self._tether, on_death], daemon=True)
@@ -120,15 +120,15 @@ class WorkerProcess:
         return self._code is not None
 
     def send(self, message: Message | WorkerRecord) -> None:
-        """Send to the worker; never blocks. Callable from any thread."""
+        """Sends to the worker; never blocks. Callable from any thread."""
         self.wire.send(message.to_line())
 
     def heard(self) -> None:
-        """Note that the worker's interpreter runs."""
+        """Notes that the worker's interpreter runs."""
         self.last_sign_of_life = time.monotonic()
 
     def kill(self, signum: int) -> None:
-        """Send a signal; a stopped worker is continued so that it can act on it."""
+        """Sends a signal; a stopped worker is continued so that it can act on it."""
         if signum == signal.SIGKILL and self.dead_at is None:
             self.dead_at = time.monotonic() + _UNKILLABLE_S
         self._process.send_signal(signum)
@@ -140,12 +140,12 @@ class WorkerProcess:
         return self.dead_at is not None and time.monotonic() >= self.dead_at
 
     def reap(self) -> int:
-        """Collect the dead worker, if the kernel lets it: its exit code, or the negative number of its signal."""
+        """Collects the dead worker, if the kernel lets it: its exit code, or the negative number of its signal."""
         status = self._process.poll() if self.dead or self.lingers() else self._process.wait()
         return (self._code or -signal.SIGKILL) if status is None else status
 
     def await_teardown(self, wait: Callable[[float], object]) -> None:
-        """Wait until the kernel has given back what the dead worker had: whoever comes next may need it.
+        """Waits until the kernel has given back what the dead worker had: a successor may need it.
 
         Args:
             wait: waits so many seconds at most, and no longer than until :attr:`pidfd` is readable.
@@ -158,6 +158,6 @@ class WorkerProcess:
             wait(left)
 
     def close(self) -> None:
-        """Close the descriptors."""
+        """Closes the descriptors."""
         self.wire.close()
         os.close(self.pidfd)

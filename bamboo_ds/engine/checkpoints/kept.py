@@ -1,6 +1,6 @@
-"""What a restart needs of a role besides DeepSpeed's files: attributes of layers and of the optimizer, and types.
+"""State that a restart needs of a role besides DeepSpeed's files: attributes of layers and of the optimizer, and types.
 
-And how often the script has changed the stage, since whoever takes it over does not. It is in a file of its own in the
+And how often the script has changed the stage, since a new owner does not. It is in a file of its own in the
 checkpoint, where there is anything, and only the job itself reads it when it starts again: a script that loads a
 checkpoint gets what DeepSpeed loads.
 """
@@ -42,7 +42,7 @@ def save_kept(runtime: StageRuntime, folder: str | Path, rank: int, save: Callab
 
 
 def load_kept(runtime: StageRuntime, folder: str | Path, rank: int) -> None:
-    """Give ``runtime`` what :func:`save_kept` has saved of its role."""
+    """Gives ``runtime`` what :func:`save_kept` has saved of its role."""
     file = Path(file_of(folder, rank))
     if not file.exists():
         return

@@ -34,7 +34,7 @@ logger = logging.getLogger("bamboo_ds")
 def saving_of(
     part: InContext, folder: str, tag: str, client_state: Mapping[str, Any], exclude_frozen: bool
 ) -> Callable[[], None]:
-    """What saves the role that is bound, with DeepSpeed's own files and what else a restart needs of it."""
+    """A function that saves the bound role, with DeepSpeed's own files and what else a restart needs of it."""
 
     def save() -> None:
         runtime = part.binding.current
@@ -59,7 +59,7 @@ class OwnCheckpoints(InContext):
     _gave_up: bool = field(default=False, init=False)
 
     def due(self) -> tuple[int, bool]:
-        """What this member tells in the commit of an iteration.
+        """This member's word in the commit of an iteration.
 
         Returns:
             The epoch, if this member leads and a checkpoint is due, else 0; and whether this member could not take
@@ -88,7 +88,7 @@ class OwnCheckpoints(InContext):
         return time.monotonic() >= self.saves.begun + every_s
 
     def take(self) -> None:
-        """The iteration has ended: take a checkpoint if it was agreed that one is due.
+        """Takes a checkpoint after an iteration, if it was agreed that one is due.
 
         Members that were lost since have taken their roles' files with them; this member copies those that it owned
         when it entered the commit.

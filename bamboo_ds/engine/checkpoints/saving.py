@@ -66,7 +66,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
 
     @contextmanager
     def collecting(self, checkpoint: str | Path) -> Iterator[list[HostFile]]:
-        """Collect the files that are saved below ``checkpoint`` (folder and tag) into the list that it gives."""
+        """Collects the files that are saved below ``checkpoint`` (folder and tag) into the list that it gives."""
         self._root, self._files = Path(checkpoint), []
         try:
             yield self._files
@@ -74,7 +74,7 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
             self._files = None
 
     def save(self, state_dict: Any, path: str) -> None:
-        """Copy ``state_dict`` to host memory at once (while collecting), else write it."""
+        """Copies ``state_dict`` to host memory at once (while collecting), else write it."""
         if self._files is None:
             super().save(state_dict, path)
             return
@@ -83,11 +83,11 @@ class HostCopyEngine(TorchCheckpointEngine):  # type: ignore[misc]
         self._files.append(HostFile(name, copy, writes_zip_files(self)))
 
     def trim(self) -> None:
-        """Free host memory that the copies just made did not use; to be called when all roles are collected."""
+        """Frees host memory that the copies just made did not use; to be called when all roles are collected."""
         self._pool.trim()
 
     def makedirs(self, path: str, exist_ok: bool = False) -> None:
-        """Nothing while collecting: folders come with their files."""
+        """Does nothing while collecting: folders come with their files."""
         if self._files is None:
             super().makedirs(path, exist_ok=exist_ok)
 
@@ -114,7 +114,7 @@ class SaveRequest:
     own: bool = False
 
     def noted(self, save_id: str | None) -> dict[str, Any]:
-        """What the history keeps of it; ``save_id`` is ``None`` if it was left out."""
+        """The history's note of it; ``save_id`` is ``None`` if it was left out."""
         return {"folder": os.path.abspath(self.folder), "tag": self.tag, "save_id": save_id}
 
 
@@ -163,13 +163,12 @@ class Saves:
         return f"{self.nonce}-{epoch}-{sequence}" + ("-own" if own else "")
 
     def collect(self, request: SaveRequest, plan: Plan, binding: RuntimeBinding, progress: Progress) -> bool:
-        """Copy the roles of this member to host memory. Waits while an earlier checkpoint is being written.
+        """Copies the roles of this member to host memory. Waits while an earlier checkpoint is being written.
 
         Args:
             request: what is to be saved.
             plan: its owners take part.
-            binding: the runtimes.
-            progress: how far the job is.
+            progress: that of the job.
 
         Returns:
             Whether this member can write; ``False``: the file system hangs in an earlier save.
@@ -220,7 +219,7 @@ class Saves:
         return None if self._places.mirror is None else os.path.abspath(folder)
 
     def write(self) -> None:
-        """The save takes place: begin to write what was collected."""
+        """Begins to write what was collected: the save takes place."""
         self._tentative = False
         if self._open:
             self._open = False
@@ -229,7 +228,7 @@ class Saves:
             self._saver.skip()
 
     def write_and_wait(self) -> None:
-        """Write what was collected, before it is agreed that the save takes place.
+        """Writes what was collected, before it is agreed that the save takes place.
 
         Raises:
             EpochChanged: a loss has interrupted it. It will be repeated.
@@ -239,7 +238,7 @@ class Saves:
         self.wait()
 
     def forget(self) -> None:
-        """The save does not take place: some member cannot write."""
+        """Drops what was collected: some member cannot write, so that the save does not take place."""
         self._tentative = False
         if self._open:
             self._open = False
@@ -254,7 +253,7 @@ class Saves:
         self._job.channel.event("checkpoint_failed", step=step, path=str(path), own=True, reason=reason)
 
     def wait(self) -> None:
-        """Wait until this member has nothing to write; one of the job's own is given up.
+        """Waits until this member has nothing to write; one of the job's own is given up.
 
         Raises:
             EpochChanged: a loss has interrupted it.
@@ -273,11 +272,11 @@ class Saves:
         return self._saver.busy
 
     def poll(self) -> None:
-        """Report what has ended."""
+        """Reports what has ended."""
         self._saver.poll()
 
     def close(self) -> None:
-        """Wait for what is being written, and end."""
+        """Waits for what is being written, and ends."""
         self._saver.close()
 
     def _stop(self) -> None:
@@ -296,12 +295,12 @@ class Saves:
             self._saver.follow(plan.members)
 
     def own_folder(self) -> Location | None:
-        """Where the job's own checkpoints are; ``None``: it has no place for them yet."""
+        """The folder of the job's own checkpoints; ``None`` before it has one."""
         place = self._own_dir or self._places.mirror or self._history.place
         return None if place is None else own_location(place, self._job.channel.job)
 
     def _all(self) -> list[CheckpointPlace]:
-        """Where the script has saved, and where the job's own are."""
+        """The folders that the script has saved into, and those of the job's own."""
         own = self.own_folder()
         return [self._places.of(each) for each in (*self._history.save_folders(), *([] if own is None else [own]))]
 
@@ -313,7 +312,7 @@ class Saves:
         return None if newest is None else str(newest[1].path)
 
     def drop_own(self, plan: Plan) -> None:
-        """At the end of the job: remove those of its own that contain no more than a checkpoint of the script's.
+        """Removes, at the end of the job, those of its own that contain no more than a checkpoint of the script's.
 
         Args:
             plan: the last one; this member leads.

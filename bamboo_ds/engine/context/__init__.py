@@ -1,4 +1,4 @@
-"""What all parts of the engine share: the epoch, the progress of the job, what it has done, what is told of it.
+"""State that all parts of the engine share: the epoch, the progress of the job, what it has done, what is told of it.
 
 :class:`~.shared.EngineContext` holds it; a part is an :class:`~.shared.InContext`. :class:`~.records.CurrentEpoch` is
 the plan with its streams (:mod:`.channels`), :class:`~.records.Progress` how far the job is, :class:`~.history.History`

@@ -19,7 +19,7 @@ class Beats:
 
     Args:
         activity: of the worker.
-        progress: how far the job is.
+        progress: that of the job.
     """
 
     def __init__(self, activity: Activity, progress: Progress) -> None:

@@ -1,4 +1,4 @@
-"""Which channels exist between members under a plan."""
+"""The channels between members under a plan."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ...topology.memory import NEWEST_SUMS
 
 
 class Stream(IntEnum):
-    """What a channel carries. The role of a channel is the one that receives, or whose state it is."""
+    """The content of a channel. The role of a channel is the one that receives, or whose state it is."""
 
     #: Outputs of the previous stage, between the members that compute: owners, and shadows with a part of their role.
     ACTIVATION = 0
@@ -143,7 +143,7 @@ class Channels:
         self._opening = opening
 
     def _connect(self, plan: Plan, stream: Stream, role: Role, beside: Role) -> None:
-        """From the owner of the role ``beside`` to that of ``role``, and between shadows that compute parts of them."""
+        """Connects the owner of the role ``beside`` to that of ``role``, and shadows that compute parts of them."""
         forward = stream is Stream.ACTIVATION
         self._add(stream, role, plan.owner(beside), plan.owner(role))
         senders = {plan.owner(beside), plan.computers(beside)[-1 if forward else 0]}
@@ -219,7 +219,7 @@ class RehearsalChannels(Channels):
             if layout.slices > 1 or lent:
                 continue
             for stage, loads in ((0, Stream.INPUTS), (layout.stages - 1, Stream.LABELS)):
-                if role.stage == stage and not assists(plan, role):  # whoever computes the stage before has them
+                if role.stage == stage and not assists(plan, role):  # one that assists has them
                     self._add(loads, role, plan.owner(role), shadow)
             self.roles.append(role)
             if role.stage > 0:
@@ -228,7 +228,7 @@ class RehearsalChannels(Channels):
                 self._add(Stream.GRADIENT, role, plan.owner(layout.successor(role)), shadow)
 
     def between(self, stream: Stream, role: Role, source: str, destination: str) -> Channel:
-        """The channel to the shadow of ``role``, whoever computes it."""
+        """The channel to the shadow of ``role``, whichever member computes it."""
         return self[stream, role]
 
 
@@ -243,6 +243,6 @@ def _interested(plan: Plan, role: Role) -> list[str]:
         return {plan.owner(each), plan.shadow(each), *builders}
 
     siblings = plan.world.siblings(role)
-    found = set[str | None]().union(*(followers(sibling) for sibling in siblings if sibling != role))
+    interested = set[str | None]().union(*(followers(sibling) for sibling in siblings if sibling != role))
     have = {plan.owner(each) for each in (siblings if gathers(plan, role) else (role,))}
-    return [member for member in plan.members if member in found - have]
+    return [member for member in plan.members if member in interested - have]

@@ -1,4 +1,4 @@
-"""What the job has done: the results of its operations, for members that come later."""
+"""The job's history: the results of its operations, for members that come later."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class History:
         return self._others.get(number) or self._iteration(self._row(number))
 
     def _row(self, number: int) -> int:
-        """How many iterations of the columns come before operation ``number``."""
+        """The number of iterations of the columns before operation ``number``."""
         return number - bisect_left(self._numbers, number)
 
     def _iteration(self, row: int) -> Done:
@@ -84,7 +84,7 @@ class History:
         return Done("train", {"losses": losses, "skipped": bool(flags & _SKIPPED)}, alike)
 
     def add(self, kind: Kind, data: Any, alike: bool | None = None) -> None:
-        """Note an operation; see :class:`Done`."""
+        """Notes an operation; see :class:`Done`."""
         if kind == "save":
             self._saved_into = data["folder"]
         elif kind == "load" and data.get("ours"):
@@ -94,14 +94,14 @@ class History:
         self._note(kind, alike)
 
     def add_iteration(self, losses: Sequence[Sequence[float]], skipped: bool, alike: bool | None = None) -> None:
-        """Note an iteration: its losses by pipeline, and whether the optimizers left out their step."""
+        """Notes an iteration: its losses by pipeline, and whether the optimizers left out their step."""
         shape = len(losses), len(losses[0])
         self._shape = self._shape or shape
-        if self._shape != shape or any(len(each) != shape[1] for each in losses):
-            self.add("train", {"losses": [list(each) for each in losses], "skipped": skipped}, alike)
+        if self._shape != shape or any(len(row) != shape[1] for row in losses):
+            self.add("train", {"losses": [list(row) for row in losses], "skipped": skipped}, alike)
             return
-        for each in losses:
-            self._losses.extend(each)
+        for row in losses:
+            self._losses.extend(row)
         self._flags.append(_SKIPPED * skipped + _COMPARED * (alike is not None) + _ALIKE * bool(alike))
         self._note("train", alike)
 
@@ -155,23 +155,23 @@ class History:
         numbers = self._numbers[bisect_left(self._numbers, first) : bisect_left(self._numbers, last)]
         others = [(number - first, self._others[number]) for number in numbers]
         others += enumerate(more, last - first)
-        told = {
+        columns = {
             "count": last - first + len(more),
             "shape": self._shape,
             "losses": _packed(self._losses[begin * width : end * width]),
             "flags": _packed(self._flags[begin:end]),
         }
-        texts = ", ".join(json.dumps([at, each.kind, each.data, each.alike]) for at, each in others)
-        return f'{json.dumps(told)[:-1]}, "others": [{texts}]}}'
+        texts = ", ".join(json.dumps([at, done.kind, done.data, done.alike]) for at, done in others)
+        return f'{json.dumps(columns)[:-1]}, "others": [{texts}]}}'
 
     def extend(self, answer: str) -> int:
-        """Take over what another member has answered, or what a checkpoint tells; returns how much that was."""
-        told = json.loads(answer)
+        """Takes over what another member has answered, or what a checkpoint tells; returns how much that was."""
+        columns = json.loads(answer)
         other = History()
-        other._count, other._shape = told["count"], tuple(told["shape"]) if told["shape"] else None
-        other._others = {at: Done(*fields) for at, *fields in told["others"]}
+        other._count, other._shape = columns["count"], tuple(columns["shape"]) if columns["shape"] else None
+        other._others = {at: Done(*fields) for at, *fields in columns["others"]}
         other._numbers = sorted(other._others)
-        other._losses, other._flags = _unpacked("d", told["losses"]), _unpacked("b", told["flags"])
+        other._losses, other._flags = _unpacked("d", columns["losses"]), _unpacked("b", columns["flags"])
         for number in range(len(other)):
             done = other[number]
             if done.kind == "train" and isinstance(done.data, dict):
@@ -189,7 +189,7 @@ class History:
         return [sum(losses[0] for losses in each) / len(each) for each in iterations]
 
     def count(self, kind: Kind) -> int:
-        """How many operations of ``kind`` there are."""
+        """The number of operations of ``kind``."""
         return self.steps if kind == "train" else sum(done.kind == kind for done in self._others.values())
 
     def save_folders(self) -> list[str]:

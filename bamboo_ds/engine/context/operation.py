@@ -1,4 +1,4 @@
-"""What all members do together between two boundaries, and how it ends.
+"""Operations: what all members do together between two boundaries, and how it ends.
 
 An *operation* is an iteration, an evaluation, saving a checkpoint, or the end of the script. It ends with one
 all-reduce over all members, its commit.
@@ -15,7 +15,7 @@ from ...topology import Role
 
 
 class Outcome(Enum):
-    """How an attempt at an operation has ended on this member."""
+    """The end of an attempt at an operation on this member."""
 
     #: It has committed.
     COMMITTED = "committed"
@@ -43,16 +43,16 @@ class Operation(Protocol):
     goes_on: bool
 
     def run(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        """Do it, from ``progress`` if it was interrupted, up to and including the commit."""
+        """Does the operation, from ``progress`` if it was interrupted, up to and including the commit."""
 
     def commit(self) -> None:
-        """Only the commit: all members had entered it."""
+        """Does the commit alone: all members had entered it."""
 
     def repeatable(self) -> bool:
         """Whether this member, which has entered the commit, could enter it again under the current plan."""
 
     def finish(self, outcome: Outcome) -> None:
-        """After the commit; no communication that a peer has to take part in at once.
+        """Finishes after the commit, without communication that a peer has to take part in at once.
 
         Args:
             outcome: ``COMMITTED``, or ``BEHIND``: the others have committed already and are in the next operation.

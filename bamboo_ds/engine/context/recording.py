@@ -1,4 +1,4 @@
-"""What the main thread does, for timelines: to the agent, by :mod:`bamboo_ds.observe.span_pipe`."""
+"""The main thread's work, for timelines: to the agent, by :mod:`bamboo_ds.observe.span_pipe`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Recording:
     """Records spans while it is on. Its methods belong to the main thread.
 
     Args:
-        spans: takes them; ``None``: nothing is recorded.
+        spans: takes them; ``None`` to record nothing.
         mode: ``observe.timeline``.
     """
 
@@ -37,7 +37,7 @@ class Recording:
             spans.all = mode == "all"
 
     def execute(self, instruction: PipeInstruction, channels: Channels) -> None:
-        """Execute an instruction over ``channels``."""
+        """Executes an instruction over ``channels``."""
         spans, kind = self._spans, _BY_NAME.get(type(instruction).__name__)
         if spans is None or kind is None:
             self._ds.execute(instruction, channels)
@@ -47,9 +47,9 @@ class Recording:
             self._ds.execute(instruction, channels)
             cut = False
         finally:
-            end, told = time.monotonic(), instruction.kwargs
-            current, m = self._binding.current, told.get("buffer_id")
-            role, part, again = told.get("role") or current.role, 0, False
+            end, arguments = time.monotonic(), instruction.kwargs
+            current, m = self._binding.current, arguments.get("buffer_id")
+            role, part, again = arguments.get("role") or current.role, 0, False
             if kind in PASSES:
                 part = current.share.part.begin
                 redone = self._progress.operation.redone.get((role, part))

@@ -55,7 +55,7 @@ class CurrentEpoch:
 
     def __init__(self, job: Job, layout: Layout, shadow_gradients: bool, device: torch.device) -> None:
         self.job, self.layout, self._device = job, layout, device
-        #: Which device this member computes on, of all those of the job; ``None``: none that has memory of its own.
+        #: Which device this member computes on, of all those of the job; ``None`` without memory of its own.
         self.device_name: str | None = None
         if device.type != HOST.type:
             host = job.channel.host or socket.gethostname()
@@ -67,7 +67,7 @@ class CurrentEpoch:
         self.begun = self.switch_due = self.copied = False
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch and open its channels.
+        """Attaches to ``plan``'s epoch and opens its channels.
 
         Raises:
             EpochChanged: it has ended meanwhile.
@@ -87,7 +87,7 @@ class CurrentEpoch:
 
     @property
     def agreement(self) -> Agreement:
-        """What its members do all together; raises ``EpochChanged`` if it has ended."""
+        """The collectives of its members; raises ``EpochChanged`` if it has ended."""
         return self.session.current.agreement
 
     def drain(self) -> None:
@@ -114,15 +114,15 @@ class CurrentEpoch:
 
 @dataclass
 class Recovery:
-    """What a recovery has agreed on and taken over, and its times in seconds on this member's clock.
+    """The results of a recovery: what it has agreed on and taken over, and its times in seconds on this member's clock.
 
     Of several recoveries of an operation it is about the last one, with the times of all.
 
     Attributes:
-        decision: how the interrupted operation goes on.
+        decision: on the interrupted operation.
         noticed: when the first of them was noticed (a plan arrived or an operation failed).
         planned: until the plan was there.
-        rebuilt: from the plan until everybody had agreed what to do.
+        rebuilt: from the plan until all members had agreed what to do.
         forwards_redone: passes of the roles taken over that their lost owners may have done already.
         backwards_redone: the same of backward passes.
         backwards_kept: backward passes of lost owners whose sums go on being used.
@@ -147,7 +147,7 @@ class Recovery:
 
 
 class ScriptPhase(Enum):
-    """Where the script is with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
+    """The script's place with respect to the job; :class:`~..joining.replay.Replay` draws how that changes."""
 
     #: Where the job is.
     TOGETHER = "together"
@@ -190,12 +190,12 @@ class OperationProgress:
 
     @property
     def agreed(self) -> Committed:
-        """What the commit of the current iteration has agreed on."""
+        """The agreement of the current iteration's commit."""
         assert self.committed is not None
         return self.committed
 
     def check_idle(self) -> None:
-        """Raise :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
+        """Raises :class:`UnsupportedError` where what an operation calls of the script calls the engine."""
         if self.call is not None:
             raise UnsupportedError(
                 f"the engine was called by a function that its {self.call[1]} has called: functions of "
@@ -210,14 +210,14 @@ class OperationProgress:
 
 @dataclass
 class ScriptProgress:
-    """Where this member's script is, and what it has changed.
+    """The place of this member's script, and its changes.
 
     Attributes:
-        phase: where it is with respect to the job.
-        target: how many operations a script that is behind has to replay; ``None``: that is not known yet.
+        phase: its place with respect to the job.
+        target: the number of operations that a script that is behind has to replay; ``None`` before it is known.
         sources: members that can tell what the job had done when this member was admitted, and their places.
         at_boundary: it has not gone on since the last operation.
-        position: where the scheduler of the local role stood when the iteration began.
+        position: of the local role's scheduler when the iteration began.
         changed: names of parameters, buffers and numbers of the local role that it has changed since the last
             iteration began; their holders elsewhere get them with that iteration's end.
         known_changes: what the scripts had changed of all roles when the plan began.
@@ -248,7 +248,7 @@ class ScriptProgress:
 
 @dataclass
 class Progress:
-    """How far the job is, the operation under way and the script.
+    """The job's progress, the operation under way and the script.
 
     Attributes:
         seed: of the generators of passes and steps, equal on all members.

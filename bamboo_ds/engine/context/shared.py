@@ -1,4 +1,4 @@
-"""What every part of the engine is given: one context."""
+"""The context that every part of the engine is given."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _T = TypeVar("_T")
 
 @dataclass(eq=False)
 class EngineContext:
-    """What the parts of one engine share.
+    """The state that the parts of one engine share.
 
     Attributes:
         ds: what they use of DeepSpeed's engine.
@@ -36,7 +36,7 @@ class EngineContext:
         groups: process groups of roles.
         binding: the runtimes of this member's roles.
         epoch: plan, channels and agreement.
-        progress: how far the job is.
+        progress: that of the job.
         history: what it has done.
         places: of checkpoints.
         beats, recording: what the main thread tells of its work.
@@ -76,7 +76,7 @@ class EngineContext:
 
 
 class _Shared(Generic[_T]):
-    """What the context has under the same name."""
+    """The context's attribute of the same name."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name

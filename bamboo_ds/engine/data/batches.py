@@ -41,7 +41,7 @@ def as_payload(part: str, value: Any) -> Payload:
 
 
 def as_message(batch: Any) -> tuple[torch.Tensor, ...]:
-    """What has tensors in it, such as a whole batch, in a form that a channel carries; see :func:`from_message`.
+    """An object with tensors in it, such as a whole batch, in a form that a channel carries; see :func:`from_message`.
 
     Raises:
         UnsupportedError: there is something in it other than tensors, numbers, text, lists, tuples and dictionaries.
@@ -51,7 +51,7 @@ def as_message(batch: Any) -> tuple[torch.Tensor, ...]:
 
 
 def from_message(payload: Payload) -> Any:
-    """What :func:`as_message` was given."""
+    """The object that :func:`as_message` was given."""
     assert isinstance(payload, tuple)
     return join(payload[0].cpu().numpy().tobytes().decode(), payload[1:])
 
@@ -76,10 +76,10 @@ def _copied(batch: Any) -> Any:
 
 @dataclass(frozen=True)
 class Source:
-    """Where this member's batches of one pipeline come from in an operation.
+    """The source of this member's batches of one pipeline in an operation.
 
     Attributes:
-        iterator: of the script; ``None``: this member is no source.
+        iterator: of the script, or ``None`` if this member is no source.
         process: applied to each batch.
         parts: what this member takes from the iterator; other parts it receives.
         shared: every member that needs batches has such an iterator, so none serves others.
@@ -95,7 +95,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Served:
-    """What this member sends on a channel.
+    """The batches that this member sends on a channel.
 
     Attributes:
         part: of batches.
@@ -133,13 +133,13 @@ class PipelineBatches:
         self._sources: dict[str, Channel] = {}
 
     def set_source(self, source: Source, apart: bool = False) -> None:
-        """An operation begins: where batches come from in it, and whether the ends of the pipeline are apart."""
+        """Sets the source of an operation's batches, and whether the ends of the pipeline are apart."""
         self._source, self._apart = source, apart
         self._given.clear()  # what a script's own error has left there
 
     @property
     def digest(self) -> int | None:
-        """Checksum of all that was drawn here in this operation; ``None``: this member is no source."""
+        """Checksum of all that was drawn here in this operation, or ``None`` if this member is no source."""
         return None if self._source.iterator is None or self._source.shared else self._digest
 
     @property
@@ -149,11 +149,11 @@ class PipelineBatches:
 
     @property
     def received(self) -> dict[str, int]:
-        """How many inputs and labels this member has received in this operation."""
+        """The numbers of inputs and labels that this member has received in this operation."""
         return {part: len(values) for part, values in self._received.items()}
 
     def connect(self, serving: Mapping[Channel, Served], sources: Mapping[str, Channel]) -> None:
-        """Use the channels of a new epoch.
+        """Uses the channels of a new epoch.
 
         Args:
             serving: channels on which this member, a source, sends a part.
@@ -215,7 +215,7 @@ class PipelineBatches:
         return self._message(part, self._drawn[micro_batch])
 
     def take(self, part: str, values: Sequence[Payload]) -> None:
-        """Use these of the current operation, where nobody else gives them to this member."""
+        """Uses these of the current operation, where no other member gives them to this one."""
         if part not in self._sources and part not in self.own:
             self._received[part] = list(values)
 
@@ -232,13 +232,13 @@ class PipelineBatches:
         return channel.ready()
 
     def draw_ahead(self, micro_batches: int) -> None:
-        """Draw everything that others need now."""
+        """Draws everything that others need now."""
         if self._source.iterator is not None and self._in_use() and not self._source.shared:
             self._draw(micro_batches)
 
     @property
     def drawn(self) -> int:
-        """How many batches this member has drawn in this operation."""
+        """The number of batches that this member has drawn in this operation."""
         return len(self._drawn)
 
     def lacks(self, micro_batches: int) -> bool:
@@ -247,7 +247,7 @@ class PipelineBatches:
         return source.iterator is not None and self.drawn < micro_batches and (self.drawn > 0 or not source.shared)
 
     def draw_next(self) -> None:
-        """Draw one that is needed later."""
+        """Draws a batch that is needed later."""
         self._draw(self.drawn + 1)
 
     def complete(self, micro_batches: int) -> None:
@@ -256,7 +256,7 @@ class PipelineBatches:
             self._draw(micro_batches)
 
     def end(self, micro_batches: int) -> None:
-        """The operation has committed: take in what was not needed and forget everything.
+        """Takes in what was not needed and forgets everything: the operation has committed.
 
         It has arrived already: its sender drained its sends before it entered the commit.
         """
@@ -266,7 +266,7 @@ class PipelineBatches:
         self.drop()
 
     def drop(self) -> None:
-        """Forget everything of the current operation."""
+        """Forgets everything of the current operation."""
         self._drawn.clear()
         self._digest = 0
         for values in self._received.values():

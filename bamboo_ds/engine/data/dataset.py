@@ -35,10 +35,9 @@ class _Stream:
 class Dataset:
     """Batches of every pipeline from the ``training_data`` that all members have.
 
-    What batch k of pipeline d contains depends on k and d only, so any member can read it.
+    The contents of batch k of pipeline d depend on k and d only, so any member can read it.
 
     Args:
-        data: the dataset.
         pipelines: their number.
         batch_size: samples of a micro-batch.
         loader: makes DeepSpeed's loader with a sampler.
@@ -50,7 +49,7 @@ class Dataset:
         self._batches_per_pass: int | None = None
 
     def adopt(self, pipeline: int, loader: Iterator[Any]) -> None:
-        """Use a loader that exists already and has given nothing yet."""
+        """Uses a loader that exists already and has given nothing yet."""
         self._streams[pipeline] = _Stream(loader, 0)
 
     def batch(self, pipeline: int, position: int) -> Any:

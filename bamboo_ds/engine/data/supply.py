@@ -1,4 +1,4 @@
-"""Where the batches of an operation come from, and what iterations have consumed."""
+"""The supply of batches to an operation, and the account of what iterations have consumed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("bamboo_ds")
 
 @dataclass(eq=False)
 class Needs:
-    """What the leader is told of iterators, so that it keeps members that draw from them, or has new ones started.
+    """The report to the leader on iterators, so that it keeps members that draw from them, or has new ones started.
 
     Args:
         report: tells the leader of this member's engine.
@@ -42,7 +42,7 @@ class Needs:
     apart: bool = False
 
     def tell(self, iterators: bool | None = None, apart: bool | None = None) -> None:
-        """Tell what has changed."""
+        """Tells what has changed."""
         before = self.iterators, self.apart
         self.iterators = self.iterators if iterators is None else iterators
         self.apart = self.apart if apart is None else apart
@@ -50,7 +50,7 @@ class Needs:
             self.tell_all()
 
     def tell_all(self) -> None:
-        """Tell it, whether it has changed or not."""
+        """Tells everything, whether it has changed or not."""
         self.report(self.iterators, self.apart)
 
 
@@ -63,7 +63,7 @@ class BatchSupply(InContext):
     as long as it is, either iterator serves for both.
 
     Attributes:
-        shared: in the operation under way everybody reads batches from the dataset.
+        shared: in the operation under way all members read batches from the dataset.
         apart: the ends of a pipeline are in it.
     """
 
@@ -151,7 +151,7 @@ class BatchSupply(InContext):
             self.job.channel.event("iterators_differ", epoch=self.epoch.plan.epoch, step=self.progress.steps, call=what)
 
     def skip(self, iterator: Any, count: int) -> None:
-        """Draw what the others drew from their iterators in an operation that is replayed."""
+        """Draws what the others drew from their iterators in an operation that is replayed."""
         at_end = self.binding.local.role.stage in (0, self.epoch.layout.stages - 1)
         if at_end and iterator is not None and iterator is not self.dataset_iterator:
             with reading(self.context):
@@ -163,7 +163,7 @@ class BatchSupply(InContext):
     # -- channels --------------------------------------------------------------------------------------------
 
     def connect(self, received: Mapping[str, Mapping[str, Mapping[str, int]]]) -> None:
-        """Use the channels of a new epoch, given what each member has received of this operation."""
+        """Uses the channels of a new epoch, given what each member has received of this operation."""
         member, plan = self.epoch.member, self.epoch.plan
         serving: dict[int, dict[Channel, Served]] = defaultdict(dict)
         sources: dict[int, dict[str, Channel]] = defaultdict(dict)
@@ -187,11 +187,11 @@ class BatchSupply(InContext):
 
     @property
     def received(self) -> dict[str, dict[str, int]]:
-        """How much of each part of each pipeline (by its number as text) has been received in this operation."""
+        """The amount of each part of each pipeline (by its number as text) received in this operation."""
         return {str(pipeline): batches.received for pipeline, batches in self._pipelines.items()}
 
     def draw_ahead(self, micro_batches: int) -> None:
-        """Draw now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
+        """Draws now what others could otherwise wait for in vain: inputs, and all where no pass here draws in time."""
         runtimes, stages = self.binding.runtimes, self.epoch.layout.stages
 
         def eager(pipeline: int) -> bool:
@@ -217,12 +217,12 @@ class BatchSupply(InContext):
             batches.complete(micro_batches)
 
     def drop(self) -> None:
-        """Forget all batches of the operation."""
+        """Forgets all batches of the operation."""
         for batches in self._pipelines.values():
             batches.drop()
 
     def share(self, channels: RehearsalChannels) -> None:
-        """Give shadows of ends what these have loaded for the rehearsal of a takeover, where they do not load it."""
+        """Gives shadows of ends what these have loaded for the rehearsal of a takeover, where they do not load it."""
         micro_batches = range(self.ds.micro_batches)
         for role in channels.roles:
             for stream in (Stream.INPUTS, Stream.LABELS):
@@ -234,7 +234,7 @@ class BatchSupply(InContext):
                     batches.take(part, [channel.recv(m) for m in micro_batches])
 
     def collect_leftovers(self, micro_batches: int, gradients: bool) -> None:
-        """Take in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
+        """Takes in labels (and gradients for shadows) that were not needed; their senders drained before the commit."""
         try:
             for batches in self._pipelines.values():
                 batches.end(micro_batches)
@@ -249,10 +249,10 @@ class BatchSupply(InContext):
     # -- what was consumed --------------------------------------------------------------------------------
 
     def account(self) -> None:
-        """Note what the iteration that has just committed has consumed, if micro-batches have checksums.
+        """Notes what the iteration that has just committed has consumed, if micro-batches have checksums.
 
         A first or last stage notes the checksum of each micro-batch that it loads. The checksums travel with the
-        gradients that the micro-batches contribute to: to the shadow with the reduced gradients, to everybody with the
+        gradients that the micro-batches contribute to: to the shadow with the reduced gradients, to all with the
         commit. So nothing commits unaccounted, and of a role that is taken over they are of what its lost owner used.
         """
         progress = self.progress
@@ -265,13 +265,13 @@ class BatchSupply(InContext):
                 ends = progress.consumed - self.ds.micro_batches, progress.consumed
                 samples = self.dataset.samples_before(ends[0]), self.dataset.samples_before(ends[1])
         # All slices of a copy of the model use the same batches: one speaks for them.
-        told = [
+        checksums = [
             each for pipeline in progress.operation.agreed.consumed[:: self.epoch.layout.slices] for each in pipeline
         ]
         progress.newest = Consumed(
             step=progress.steps,
             global_step=self.binding.local.attributes["global_steps"],
-            checksum=f"{zlib.crc32(struct.pack(f'>{len(told)}I', *told)):08x}",
+            checksum=f"{zlib.crc32(struct.pack(f'>{len(checksums)}I', *checksums)):08x}",
             samples=samples,
         )
 

@@ -1,4 +1,4 @@
-"""How long blocks take on this member, for the planner (:mod:`bamboo_ds.topology.block_costs`)."""
+"""Times of blocks on this member, for the planner (:mod:`bamboo_ds.topology.block_costs`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class BlockTimes:
         self._backward[role, begin, end].append(seconds)
 
     def enter(self, epoch: int) -> None:
-        """Passes are those of ``epoch`` from now on. What was measured in another one is not of late any more."""
+        """Takes passes for those of ``epoch`` from now on. What was measured in another one is not of late any more."""
         if epoch != self._epoch:
             self._epoch = epoch
             for latest in self._latest.values():
@@ -57,20 +57,20 @@ class BlockTimes:
         return _rounded(median(self._iterations)) if self._iterations else 0.0
 
     def end_iteration(self, seconds: float) -> bool:
-        """An iteration is over, which has taken ``seconds``; whether there is something new to tell."""
+        """Notes the end of an iteration after ``seconds``; returns whether there is something new to tell."""
         self._iterations.append(seconds)
-        found: dict[_Block, float] = {}
+        by_block: dict[_Block, float] = {}
         for (role, begin, end), backwards in self._backward.items():
             blocks = [(role, block) for block in range(begin, end)]
             if not all(self._forward[block] for block in blocks):
                 continue
             forwards = [median(self._forward[block]) * len(backwards) for block in blocks]
             times = 1 + median(backwards) * len(backwards) / max(sum(forwards), 1e-9)
-            found.update(((role.stage, begin + n), forward * times) for n, forward in enumerate(forwards))
+            by_block.update(((role.stage, begin + n), forward * times) for n, forward in enumerate(forwards))
         self._forward.clear()
         self._backward.clear()
-        self._computed = frozenset(found)
-        for block, taken in found.items():
+        self._computed = frozenset(by_block)
+        for block, taken in by_block.items():
             if block not in self._latest:
                 self._latest[block] = deque(maxlen=_ITERATIONS)
                 continue
@@ -81,7 +81,7 @@ class BlockTimes:
         return self._is_news(self._known())
 
     def told(self) -> tuple[BlockSeconds, ...]:
-        """What there is to tell, which counts as told from now on."""
+        """The times to tell, which count as told from now on."""
         self._told = self._known()
         return self._told
 

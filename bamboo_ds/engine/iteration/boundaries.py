@@ -1,4 +1,4 @@
-"""What crosses the boundaries of stages: activations, gradients, and what of them is kept for a takeover."""
+"""Tensors at the boundaries of stages: activations, gradients, and those that are kept for a takeover."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Boundaries(InContext):
     Instructions are given their channels: those of the epoch, or those of a rehearsal.
 
     Attributes:
-        hosts: who computes the parts of every role in this iteration, by rank.
+        hosts: members that compute the parts of every role in this iteration, by rank.
     """
 
     idle: IdleTimes
@@ -37,12 +37,12 @@ class Boundaries(InContext):
     # -- activations and gradients ------------------------------------------------------------------------
 
     def send_activations(self, channels: Channels, buffer_id: int) -> None:
-        """Send the outputs of a micro-batch to the next part or stage."""
+        """Sends the outputs of a micro-batch to the next part or stage."""
         onwards = self._channel(channels, forward=True, sends=True)
         self._send(self.binding.current.share.part.activations, buffer_id, onwards)
 
     def send_grads(self, channels: Channels, buffer_id: int) -> None:
-        """Send the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
+        """Sends the gradients of a micro-batch's inputs to the part or stage before, and to a shadow that uses them."""
         runtime = self.binding.current
         shadow = channels.get((Stream.SHADOW_GRADIENT, Role(runtime.role.pipeline, runtime.role.stage - 1)))
         uses = runtime.share.part.begin == 0 and not self.progress.operation.resumed
@@ -50,16 +50,16 @@ class Boundaries(InContext):
         self._send(runtime.share.part.gradients, buffer_id, before, shadow if uses else None)
 
     def resend_activation(self, channels: Channels, buffer_id: int) -> None:
-        """Send outputs again, to the new owner of the next part or stage."""
+        """Sends outputs again, to the new owner of the next part or stage."""
         self.send_activations(channels, buffer_id)
 
     def resend_grad(self, channels: Channels, buffer_id: int) -> None:
-        """Send gradients again, to the new owner of the part or stage before."""
+        """Sends gradients again, to the new owner of the part or stage before."""
         before = self._channel(channels, forward=False, sends=True)
         self._send(self.binding.current.share.part.gradients, buffer_id, before)
 
     def recv_activations(self, channels: Channels, buffer_id: int) -> None:
-        """Receive the inputs of a micro-batch."""
+        """Receives the inputs of a micro-batch."""
         channel = self.incoming(channels, "activation")
         if channel is None:
             front, _ = self.binding.current.share.parts
@@ -69,7 +69,7 @@ class Boundaries(InContext):
         self.ds.pipe_buffers["inputs"][buffer_id] = as_leaves(payload)
 
     def recv_grads(self, channels: Channels, buffer_id: int) -> None:
-        """Receive the gradients of a micro-batch's outputs."""
+        """Receives the gradients of a micro-batch's outputs."""
         part = self.binding.current.share.part
         if buffer_id in part.given:
             self.ds.grad_layer = part.given.pop(buffer_id)
@@ -82,7 +82,7 @@ class Boundaries(InContext):
             self.ds.grad_layer = self.receive(channel, buffer_id, self.place("grad", buffer_id))
 
     def keep_given(self) -> None:
-        """A loss has ended the epoch: keep the gradients of this member's parts that have arrived and are not used."""
+        """Keeps, after the epoch's end, gradients of this member's parts that have arrived and are not used."""
         for stream, role, channel in self.epoch.channels:
             ends = stream is Stream.GRADIENT
             if channel.destination != self.epoch.member or not (ends or stream is Stream.INNER_GRADIENT):
@@ -100,7 +100,7 @@ class Boundaries(InContext):
         return runtime.role, awaits, buffer_id, runtime.share.part.begin
 
     def incoming(self, channels: Channels, awaits: str) -> Channel | None:
-        """The channel that ``activation`` or ``grad`` comes on; ``None``: from another part of the stage, here."""
+        """The channel that ``activation`` or ``grad`` comes on; ``None`` from another part of the stage, here."""
         return self._channel(channels, awaits == "activation", sends=False)
 
     def _channel(self, channels: Channels, forward: bool, sends: bool) -> Channel | None:
@@ -119,12 +119,12 @@ class Boundaries(InContext):
         )
 
     def _computer(self, stage: int, last: bool) -> str:
-        """Who computes the last or the first part of another stage of the current pipeline."""
+        """The member that computes the last or the first part of another stage of the current pipeline."""
         rank = self.epoch.layout.rank(Role(self.binding.current.role.pipeline, stage))
         return self.hosts[rank][-1 if last else 0]
 
     def _send(self, store: dict[int, Payload | Staged], micro_batch: int, *channels: Channel | None) -> None:
-        """Send what is in ``store``; it stays there until commit if a takeover could need it."""
+        """Sends what is in ``store``; it stays there until commit if a takeover could need it."""
         payload = store[micro_batch] if self.context.retains else store.pop(micro_batch)
         for channel in channels:
             if channel is not None:
@@ -140,7 +140,7 @@ class Boundaries(InContext):
         return begin
 
     def receive(self, channel: Channel, sequence: int, place: Hashable, parked: bool = False) -> Payload:
-        """Receive, and remember for how long the member would have been idle at ``place``.
+        """Receives, and remembers for how long the member would have been idle at ``place``.
 
         Args:
             channel, sequence, parked: see :meth:`~bamboo_ds.comm.channel.Channel.recv`.
@@ -154,13 +154,13 @@ class Boundaries(InContext):
         return payload
 
     def forget(self) -> None:
-        """Forget all waits: the schedule changes."""
+        """Forgets all waits: the schedule changes."""
         self._waits.clear()
         self.idle.forget()
 
 
 def on_device(payload: Payload | Staged) -> Payload:
-    """What a member computes with of what it has sent, or would send."""
+    """A payload that this member has sent, or would send, as it computes with it."""
     return payload.payload() if isinstance(payload, Staged) else payload
 
 

@@ -36,14 +36,14 @@ class Commits(InContext):
     plan: Plan | None = field(default=None, init=False)
 
     def commit_iteration(self) -> None:
-        """Commit the iteration, all of whose gradients are reduced and replicated."""
+        """Commits the iteration, all of whose gradients are reduced and replicated."""
         self.supply.complete(self.ds.micro_batches)
         self.epoch.drain()
         self.progress.operation.entered, self.plan = True, self.epoch.plan
         self.agree(encode(self.epoch.layout, self.form(), self._contribution()))
 
     def agree(self, vector: torch.Tensor, fenced: bool = True) -> None:
-        """Make the sum of ``vector`` (float64) over all members that of the commit of an operation.
+        """Makes the sum of ``vector`` (float64) over all members that of the commit of an operation.
 
         Every member also tells the newest epoch that it could enter. When all know of a new one, all switch after
         this operation. And it tells how many replicas it builds, and how many of them will take longer than this
@@ -67,7 +67,7 @@ class Commits(InContext):
         self.epoch.switch_due = min(newest) > self.epoch.plan.epoch
 
     def _fingerprint(self) -> int:
-        """Of what the scripts have assigned of the roles that this member owns.
+        """The fingerprint of the scripts' assignments to the roles that this member owns.
 
         Raises:
             UnsupportedError: one that was lost in this operation has assigned something else than this one.
@@ -79,17 +79,17 @@ class Commits(InContext):
         return mine
 
     def _refuse_difference(self) -> None:
-        """Find out what members' scripts have not assigned alike.
+        """Finds out what members' scripts have not assigned alike.
 
         Raises:
             Isolated: only members that have joined differ, and this is one of them.
             UnsupportedError: others differ.
         """
         joined = self.job.channel.joiner
-        found = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
-        first = {member: assigned for member, (late, assigned) in found.items() if not late}
+        answers = self.epoch.agreement.exchange([joined, self.progress.script.assigned])
+        first = {member: assigned for member, (late, assigned) in answers.items() if not late}
         if not first or differing(first):
-            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in found.items()})}")
+            raise UnsupportedError(f"{NOT_ALIKE}: {differing({m: assigned for m, (_, assigned) in answers.items()})}")
         if self.progress.script.assigned not in first.values():
             raise Isolated(
                 f"this member's script, which came to the job later, has assigned other things than those of the "
@@ -108,12 +108,12 @@ class Commits(InContext):
         return told
 
     def decoded(self) -> Committed:
-        """What the commit of an iteration has agreed on."""
+        """The agreement of an iteration's commit."""
         assert self.progress.vector is not None
         return decode(self.epoch.layout, self.form(), self.progress.vector)
 
     def form(self) -> Form:
-        """What an iteration's commit consists of."""
+        """The form of an iteration's commit."""
         losses = 1 + len(self.ds.module.get_additional_losses() or {})
         votes = self.settings.redundancy.on_mismatch == "evict" and self.epoch.layout.alike
         return Form(losses, self.binding.local.optimizer.norms, self._accounted(), votes)
@@ -156,12 +156,12 @@ class Commits(InContext):
 
         A copy that waits for a later plan is no shadow's, of which there is one.
         """
-        found: dict[tuple[Role, bool], int] = {}
+        checksums: dict[tuple[Role, bool], int] = {}
         for role, runtime in self.binding.runtimes.items():
             counts = runtime.owned or (
                 self.epoch.plan.shadow(role) == self.epoch.member
                 and (runtime.verification.valid or role in self.differing)
             )
             if counts and runtime.verification.shared is not None:
-                found[role, runtime.owned] = runtime.verification.shared
-        return found
+                checksums[role, runtime.owned] = runtime.verification.shared
+        return checksums

@@ -1,4 +1,4 @@
-"""What the check of a job's first steps has found, told to people and as events."""
+"""Conclusions from the check of a job's first steps, told to people and as events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Conclusions(InContext):
     unsure: int | None = field(default=None, init=False)
 
     def tell(self, role: Role, found: Sequence[str], what: str, rounded: bool) -> None:
-        """Tell what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
+        """Tells what was ``found``, if anything; raises :class:`Inexact` if that ends the job."""
         if not found:
             return
         self.tally.differing += len(found)
@@ -51,7 +51,7 @@ class Conclusions(InContext):
         logger.error("%s", error)
 
     def begin_again(self, unsure: int | None) -> None:
-        """Count anew what is compared; the time that it took and what differed stay."""
+        """Counts anew what is compared; the time that it took and what differed stay."""
         if self.unsure is None:
             self.unsure = unsure
         self.tally = Tally(seconds=self.tally.seconds, differing=self.tally.differing)
@@ -61,12 +61,12 @@ class Conclusions(InContext):
 
         One of them tells it.
         """
-        found = self.epoch.agreement.exchange(self.tally.told()).values()
+        tallies = self.epoch.agreement.exchange(self.tally.told()).values()
         if not self.epoch.leads:
             return
-        layout, steps, tensors = self.epoch.layout, min(each["steps"] for each in found), total(found, "tensors")
-        rehearsals, seconds = min(each["rehearsals"] for each in found), max(each["seconds"] for each in found)
-        rehearsed, changed, exhausted = (union(found, name) for name in ("roles", "changed", "exhausted"))
+        layout, steps, tensors = self.epoch.layout, min(tally["steps"] for tally in tallies), total(tallies, "tensors")
+        rehearsals, seconds = min(tally["rehearsals"] for tally in tallies), max(tally["seconds"] for tally in tallies)
+        rehearsed, changed, exhausted = (union(tallies, name) for name in ("roles", "changed", "exhausted"))
         rest = [[r.pipeline, r.stage] for r in layout.roles if (r.pipeline, r.stage) not in rehearsed - exhausted]
         why = "tensor slices" if layout.slices > 1 else "divided, or without a replica"
         without = "".join(
@@ -80,7 +80,7 @@ class Conclusions(InContext):
         )
         off = f'This took {seconds:.1f} s more; "{BLOCK}.redundancy.check_exact": 0 switches it off.'
         which = f"steps {before + 1} to {before + checked}" if before else f"the first {checked} steps"
-        if total(found, "differing"):
+        if total(tallies, "differing"):
             _say(f"the check of {which} has found differences, see above.{without} {off}")
             return
         _say(

@@ -30,12 +30,12 @@ class Corruption(InContext):
     _error: Corrupt | None = field(default=None, init=False)
 
     def refuse(self) -> None:
-        """Raise again what has ended this member: a script may have caught it."""
+        """Raises again what has ended this member: a script may have caught it."""
         if self._error is not None:
             raise self._error
 
     def settle(self, agreed: Committed, plan: Plan | None, behind: bool) -> frozenset[Role]:
-        """Draw the conclusions from the checksums that all members have told in a commit. Collective if they differ.
+        """Draws the conclusions from the checksums that all members have told in a commit. Collective if they differ.
 
         A member with a wrong copy ends when all others know of it: what it leaves to them counts by then.
 
@@ -81,7 +81,7 @@ class Corruption(InContext):
         return self.replication.differing.get(role, [])
 
     def _tell(self, copy: StateCopy, verdict: Judgement, plan: Plan) -> None:
-        """Tell of a wrong copy; the shadow knows in which tensors it differs from the other copy of its role."""
+        """Tells of a wrong copy; the shadow knows in which tensors it differs from the other copy of its role."""
         holder, gone = _holder(copy, plan), {_holder(each, plan) for each in verdict.odd}
         others = [plan.shadow(copy.role), *(member for member in plan.members if member not in gone)]
         if self.epoch.member != next(member for member in [*others, holder] if member is not None):

@@ -39,7 +39,7 @@ class Division(InContext):
     sums: PartialSums
 
     def begin(self, progress: Mapping[Role, RoleProgress] | None) -> None:
-        """An iteration begins, or goes on from ``progress``: find out which parts are computed here."""
+        """Finds out which parts are computed here, as an iteration begins or goes on from ``progress``."""
         plan, member = self.epoch.plan, self.epoch.member
         if progress is None:
             progress = beginning(plan)
@@ -76,7 +76,7 @@ class Division(InContext):
         self.binding.reload()
 
     def _use_given(self, progress: Mapping[Role, RoleProgress]) -> None:
-        """Of gradients that had arrived before a loss use those that the parts behind do not hold any more."""
+        """Uses gradients that had arrived before a loss and that the parts behind do not hold any more."""
         plan, member = self.epoch.plan, self.epoch.member
         done = finished(plan.world, self.ds.micro_batches, progress)
         for rank, role in enumerate(plan.world.roles):
@@ -86,7 +86,7 @@ class Division(InContext):
                 part.use_given(0 if behind is None else done[behind[0]][behind[1]].since)
 
     def note_cuts(self) -> bool:
-        """An iteration is over: note where stages may be divided; whether that was found out of any."""
+        """Notes after an iteration where stages may be divided; returns whether that was found out of any."""
         found = False
         for runtime in self.binding.owned():
             if runtime.stage.search is not None:
@@ -97,9 +97,9 @@ class Division(InContext):
     # -- what scripts have changed ------------------------------------------------------------------------
 
     def send_changes(self) -> None:
-        """Send what the script has changed of the bound role before this iteration."""
+        """Sends what the script has changed of the bound role before this iteration."""
         runtime = self.binding.current
-        told = None
+        changes = None
         if runtime is self.binding.local and (self.progress.script.changed or runtime.trained):
             layers = runtime.layers.capture(self.progress.script.changed)
             if runtime.share.first_layers is not None:  # passes that are done have changed them
@@ -107,27 +107,27 @@ class Division(InContext):
                 layers |= {
                     name: first[name] for name in ("buffers", "extra", "extra_on", "numbers", "tensors", "whole")
                 }
-            told = copied({"layers": layers, "trains": runtime.trains()})
+            changes = copied({"layers": layers, "trains": runtime.trains()})
         channel = self.epoch.channels[Stream.CHANGES, runtime.role]
-        channel.send(self.progress.sequence, as_message(told))
+        channel.send(self.progress.sequence, as_message(changes))
 
     def receive_changes(self, role: Role) -> None:
-        """Receive the same of ``role``, before any pass of it."""
+        """Receives the same of ``role``, before any pass of it."""
         channel, runtime = self.epoch.channels[Stream.CHANGES, role], self.binding.runtimes[role]
-        told = from_message(channel.recv(self.progress.sequence))
-        if told is not None and not runtime.share.begun:
-            runtime.layers.restore(told["layers"])
-            runtime.train_only(told["trains"])
+        changes = from_message(channel.recv(self.progress.sequence))
+        if changes is not None and not runtime.share.begun:
+            runtime.layers.restore(changes["layers"])
+            runtime.train_only(changes["trains"])
 
     # -- gradients ----------------------------------------------------------------------------------------
 
     def send_part(self, role: Role) -> None:
-        """Send what this member has computed of ``role``, which it shadows."""
+        """Sends what this member has computed of ``role``, which it shadows."""
         runtime = self.binding.use(self.binding.runtimes[role])
         (part,) = runtime.share.parts
         sums, optimizer = self.reduction.own_sums(runtime), runtime.optimizer
         _, last = runtime.at_ends(part, self.epoch.layout.stages)
-        told = {
+        message = {
             "losses": self.reduction.losses() if last else None,
             "consumed": runtime.results.consumed,
             "gradients": [
@@ -135,22 +135,22 @@ class Division(InContext):
             ],
             "layers": runtime.layers.capture(),
         }
-        self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(told))
+        self.epoch.channels[Stream.PART, role].send(self.progress.sequence, as_message(message))
 
     def receive_part(self) -> None:
-        """Receive the same for the bound role."""
+        """Receives the same for the bound role."""
         runtime = self.binding.current
         payload = self.epoch.channels[Stream.PART, runtime.role].recv(self.progress.sequence)
         if runtime.results.reduced is not None:
             return  # it was reduced before a loss
-        told = from_message(payload)
-        given = zip(self._parameters(runtime.role), told["gradients"], strict=True)
+        message = from_message(payload)
+        given = zip(self._parameters(runtime.role), message["gradients"], strict=True)
         gradients = {id(parameter): gradient for parameter, gradient in given if gradient is not None}
-        runtime.share.received = PartSums(gradients, told["losses"])
-        runtime.results.consumed.update(told["consumed"])
+        runtime.share.received = PartSums(gradients, message["losses"])
+        runtime.results.consumed.update(message["consumed"])
         changed = self.progress.script.changed if runtime is self.binding.local else ()
         names = runtime.stage.names(*self._lent(runtime.role))
-        runtime.results.layers = merged(runtime.layers.capture(changed), told["layers"], names)
+        runtime.results.layers = merged(runtime.layers.capture(changed), message["layers"], names)
 
     def _lent(self, role: Role) -> tuple[int, int]:
         """The blocks that the shadow of ``role`` computes."""
@@ -159,7 +159,7 @@ class Division(InContext):
         return self.epoch.plan.lent_blocks(lent)
 
     def _parameters(self, role: Role) -> list[torch.nn.Parameter]:
-        """The trainable ones of these blocks."""
+        """The trainable parameters of these blocks."""
         runtime = self.binding.runtimes[role]
         known = {id(p) for group in runtime.optimizer.groups() for p in group}
         return [p for p in runtime.stage.parameters(*self._lent(role)) if p.requires_grad and id(p) in known]

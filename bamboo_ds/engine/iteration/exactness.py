@@ -17,7 +17,7 @@ In the last step but one shadows compute nothing, redundantly or in a rehearsal:
 as a count in a variable of the script, is out of date on them by the last step, as it may be when a real loss comes.
 
 A recovery takes precedence: the step in which it happens is not checked, and the check begins again with the next one,
-so that a takeover of what nobody had checked yet is found out, too. What members exchange here travels on channels of
+so that a takeover of what was not checked yet is found out, too. What members exchange here travels on channels of
 their own, which exist in these steps only. A rehearsal that exhausts the memory is given up, and the job goes on.
 """
 
@@ -72,7 +72,7 @@ class ExactChecks(InContext):
 
     Attributes:
         on: the check goes on.
-        steps: how many steps are checked in a row, equal on all members.
+        steps: the number of steps that are checked in a row, equal on all members.
         redone: forward passes that this member has rehearsed in this iteration.
         rests: it is the iteration in which shadows compute nothing.
     """
@@ -99,11 +99,11 @@ class ExactChecks(InContext):
         self._conclusions = Conclusions(self.context)
 
     def begin(self, steps: int) -> None:
-        """Check so many steps, as the members have agreed."""
+        """Checks so many steps, as the members have agreed."""
         self.on, self.steps, self._before = steps > 0, steps, None
 
     def begin_again(self, steps: int, before: int) -> None:
-        """There was a recovery: check so many steps after the first ``before``, on all members alike; 0: none.
+        """Checks, after a recovery, so many steps after the first ``before``, on all members alike; 0: none.
 
         While replicas are being made, or there are none, the check waits: another recovery follows when that changes.
         """
@@ -124,15 +124,15 @@ class ExactChecks(InContext):
 
     @property
     def left(self) -> int:
-        """How many steps are checked in a row; 0: none any more."""
+        """The number of steps that are checked in a row; 0: none any more."""
         return self.steps if self.on else 0
 
     def _checked(self) -> int:
-        """How many of the steps are done; below 0: the first one is to come after others."""
+        """The number of steps that are done; below 0: the first one is to come after others."""
         return self.progress.steps - (self._before or 0)
 
     def _rehearsed(self) -> bool:
-        """Whether the iteration under way is."""
+        """Whether the iteration under way is rehearsed."""
         done = self._checked()
         return self.on and done >= 0 and not self.rests and not (done == 0 and self.steps > 2)
 
@@ -150,7 +150,7 @@ class ExactChecks(InContext):
                 self._began.setdefault(runtime.role, {**beside_steps(runtime), **beside_layers(runtime)})
 
     def end_iteration(self) -> bool:
-        """An iteration is over: compare the replicas, unless there was a recovery in it.
+        """Compares the replicas after an iteration, unless there was a recovery in it.
 
         Returns:
             Whether they are to be made anew, on all members alike.
@@ -186,7 +186,7 @@ class ExactChecks(InContext):
     # -- before the commit --------------------------------------------------------------------------------
 
     def rehearse(self) -> None:
-        """If the iteration is rehearsed, on all members alike: one that a loss has hit is not.
+        """Rehearses takeovers if the iteration is rehearsed, on all members alike: one that a loss has hit is not.
 
         Sends what others rehearse with, rehearses the roles that this member shadows, and compares.
 
@@ -224,7 +224,7 @@ class ExactChecks(InContext):
         self._conclusions.tally.seconds += time.monotonic() - begin
 
     def _rehearse(self, channels: RehearsalChannels, role: Role) -> None:
-        """Rehearse the takeover of ``role``, if the replica can compute it and there is memory for that."""
+        """Rehearses the takeover of ``role``, if the replica can compute it and there is memory for that."""
         replica, step, tally = self.binding.runtimes[role], self.progress.steps, self._conclusions.tally
         if replica.layers.changes.last == step:  # its replica gets what the script has changed with the step
             tally.changed.add(role)
@@ -256,7 +256,7 @@ class ExactChecks(InContext):
         )
 
     def _redo(self, channels: RehearsalChannels, replica: StageRuntime) -> None:
-        """Compute with ``replica`` what it has not computed redundantly, and compare it with what the owner has.
+        """Computes with ``replica`` what it has not computed redundantly, and compares it with what the owner has.
 
         Raises:
             Inexact: something differs.
@@ -274,7 +274,7 @@ class ExactChecks(InContext):
         self._conclusions.tally.roles.add(role)
 
     def _put_back(self) -> None:
-        """Park again what was brought to the device for rehearsals."""
+        """Parks again what was brought to the device for rehearsals."""
         for replica in self._brought:
             self.redone -= replica.share.part.forwards
             self._forget(replica)
@@ -284,13 +284,13 @@ class ExactChecks(InContext):
             release_cache(self.ds.device)
 
     def _forget(self, replica: StageRuntime) -> None:
-        """Forget the passes of a rehearsal."""
+        """Forgets the passes of a rehearsal."""
         self.binding.refresh()
         replica.forget_passes()
         self.binding.reload()
 
     def _drop_skipped(self, channels: RehearsalChannels) -> None:
-        """Drop what was sent for rehearsals that were left out; all of it has arrived before the commit."""
+        """Drops what was sent for rehearsals that were left out; all of it has arrived before the commit."""
         for role in self._skipped:
             for stream in (Stream.ACTIVATION, Stream.GRADIENT):
                 channel = channels.get((stream, role))
@@ -304,7 +304,7 @@ class ExactChecks(InContext):
             self.beats.beat()
 
     def _computed(self, role: Role) -> Facts:
-        """What the bound runtime of ``role`` has computed in this iteration, in the order in which it did."""
+        """The results of the bound runtime of ``role`` in this iteration, in the order in which it computed them."""
         runtime = self.binding.runtimes[role]
         module: Any = runtime.module
         micro_batches = range(self.ds.micro_batches)
@@ -338,7 +338,7 @@ class ExactChecks(InContext):
     # -- after the step -----------------------------------------------------------------------------------
 
     def _compare_replicas(self) -> None:
-        """Compare each replica with its owner, all of whose steps are done. After the last step: tell the result."""
+        """Compares each replica with its owner, all of whose steps are done; tells the result after the last step."""
         self.binding.refresh()
         channels = self._open()
         self._drop_skipped(channels)
@@ -360,13 +360,13 @@ class ExactChecks(InContext):
         self._conclusions.tally.steps += 1
 
     def _compare_beside(self) -> None:
-        """Compare what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
+        """Compares what owners have gathered beside what is sent with what the copies have that were made meanwhile."""
         channels = self._open()
         for role in channels.reported:
             if self.epoch.owns(role):
                 runtime, began = self.binding.runtimes[role], self._began.get(role, {})
-                told = [newer(found(runtime), began) for found in (beside_steps, beside_layers)]
-                channels[Stream.REPORT, role].send(self.progress.sequence, as_message(told))
+                contents = [newer(beside(runtime), began) for beside in (beside_steps, beside_layers)]
+                channels[Stream.REPORT, role].send(self.progress.sequence, as_message(contents))
         for role in channels.reported:
             if not self.epoch.shadows(role):
                 continue
@@ -397,7 +397,7 @@ class ExactChecks(InContext):
         return facts
 
     def _check(self, channels: RehearsalChannels, role: Role, mine: Facts) -> None:
-        """Compare checksums with the owner's, and note what differs for :meth:`_look_closer`."""
+        """Compares checksums with the owner's, and notes what differs for :meth:`_look_closer`."""
         theirs = self._receive(channels, role)
         self._conclusions.tally.tensors += len({*mine, *theirs})
         names = suspects(summed(mine), theirs)
@@ -409,8 +409,8 @@ class ExactChecks(InContext):
         rank = self.epoch.layout.rank
         asked: dict[int, list[str]] = {}
         mine = {rank(role): names for role, (_, names) in self._suspected.items()}
-        for told in self.epoch.agreement.exchange(mine).values():
-            asked.update((int(place), names) for place, names in told.items())
+        for theirs in self.epoch.agreement.exchange(mine).values():
+            asked.update((int(place), names) for place, names in theirs.items())
         for role, facts in owned.items():
             if rank(role) in asked:
                 self._send(channels, role, {n: facts[n] for n in asked[rank(role)] if n in facts})
@@ -419,7 +419,7 @@ class ExactChecks(InContext):
             self._compare(role, facts, self._receive(channels, role), what)
 
     def _compare(self, role: Role, mine: Facts, theirs: Facts, what: str) -> None:
-        """Tell what differs; raises :class:`Inexact` if that ends the job."""
+        """Tells what differs; raises :class:`Inexact` if that ends the job."""
         rounded = what == REHEARSAL and self._may_round() and only_rounded(mine, theirs)
         self._conclusions.tell(role, differences(mine, theirs), what, rounded)
 

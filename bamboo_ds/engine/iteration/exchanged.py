@@ -59,7 +59,7 @@ class ExchangedWeights(InContext):
     _first: bool = field(default=True, init=False)
     #: The script has exchanged weights before, and training has gone on.
     _exchanges: bool = field(default=False, init=False)
-    #: Bits of the local stage after the last step, where nobody has a replica of it and a rank is lost.
+    #: Bits of the local stage after the last step, where no member has a replica of it and a rank is lost.
     _reference: int | None = field(default=None, init=False)
 
     def begin_training(self) -> None:
@@ -101,7 +101,7 @@ class ExchangedWeights(InContext):
         return sum_of_bits(self.binding.local.module.parameters())
 
     def compare(self) -> None:
-        """An evaluation begins: compare weights with those that training has left. Collective.
+        """Compares weights, as an evaluation begins, with those that training has left. Collective.
 
         Raises:
             UnsupportedError: they differ, and a rank is lost whose stage lacks such weights.
@@ -119,9 +119,9 @@ class ExchangedWeights(InContext):
         if self._reference is not None and local.owned:
             left[rank(local.role)] = self._reference
         used = {rank(each.role): sum_of_bits(each.module.parameters()) for each in self.binding.owned()}
-        told = self.epoch.agreement.exchange([used, left]).values()
-        uses = {int(place): bits for each in told for place, bits in each[0].items()}
-        kept = {int(place): bits for each in told for place, bits in each[1].items()}
+        answers = self.epoch.agreement.exchange([used, left]).values()
+        uses = {int(place): bits for answer in answers for place, bits in answer[0].items()}
+        kept = {int(place): bits for answer in answers for place, bits in answer[1].items()}
         differing = {self.epoch.layout.role(place) for place, bits in kept.items() if uses.get(place, bits) != bits}
         self._differing |= differing
         if local.role in differing and local.owned:
@@ -174,7 +174,7 @@ def pairs_of(
     Raises:
         UnsupportedError: there is none for a parameter.
     """
-    found: list[tuple[torch.Tensor, torch.Tensor]] = []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
     for path, parameter in parameters.items():
         if not parameter.requires_grad:
             continue
@@ -185,11 +185,11 @@ def pairs_of(
                 f"bamboo_ds.evaluating_with: the state of optimizer {type(optimizer).__name__} has no {name!r} of the "
                 f"shape, type and device of parameter {path}: let its step keep one for each parameter"
             )
-        found.append((parameter, kept))
-    return found
+        pairs.append((parameter, kept))
+    return pairs
 
 
 def exchange(pairs: list[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Exchange the memory of the two of each pair; nothing is copied, and torch counts no change."""
+    """Exchanges the memory of the two of each pair; nothing is copied, and torch counts no change."""
     for one, other in pairs:
         one.data, other.data = bare(other), bare(one)

@@ -1,4 +1,4 @@
-"""What two copies of a stage must have alike, how it differs, and why it may; of the check of a job's first steps."""
+"""Facts that two copies of a stage must have alike, their differences, and the reasons; of the check of first steps."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ _STEPS = (
 
 
 def reasons(what: str, ends: bool) -> tuple[str, str]:
-    """What it means that two copies differ in ``what`` was compared, and why they may.
+    """The meaning of a difference of two copies in ``what`` was compared, and its possible reasons.
 
     Args:
         what: was compared.
@@ -77,7 +77,7 @@ def lacks(theirs: Mapping[str, int], mine: Mapping[str, Contents]) -> list[str]:
 
 
 def state_of(runtime: StageRuntime) -> Facts:
-    """All that a replica must equal, by what it is called. The runtime's attributes must be up to date."""
+    """All that a replica must equal, by name. The runtime's attributes must be up to date."""
     facts: Facts = dict(runtime.named_tensors())
     state = capture(runtime)
     optimizer, layers = state["optimizer"], state["layers"]
@@ -125,22 +125,22 @@ def suspects(mine: Facts, theirs: Facts) -> list[str]:
 
 
 def differences(mine: Facts, theirs: Facts) -> list[str]:
-    """What the owner's facts differ in from ``mine``, in their order, and by how much where that is a number."""
-    found = []
+    """The owner's facts that differ from ``mine``, in their order, and by how much where that is a number."""
+    differing = []
     for name in {**theirs, **mine}:
         if name not in mine or name not in theirs:
-            found.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
+            differing.append(f"{name} (only the {'shadow' if name in mine else 'owner'} has it)")
             continue
         own, other = mine[name], theirs[name]
         if not torch.is_tensor(own) or not torch.is_tensor(other):
             if own is not other and (torch.is_tensor(own) or torch.is_tensor(other) or own != other):
-                found.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
+                differing.append(name if not isinstance(own, str) else f"{name} ({own} instead of {other})")
         elif (own.dtype, own.shape) != (other.dtype, other.shape):
             kinds = [f"{t.dtype} {tuple(t.shape)}" for t in (own, other)]
-            found.append(f"{name} ({' instead of '.join(kinds)})")
+            differing.append(f"{name} ({' instead of '.join(kinds)})")
         elif checksum(own) != checksum(other):
-            found.append(f"{name} (by up to {_apart(own, other)[0]:.3g})")
-    return found
+            differing.append(f"{name} (by up to {_apart(own, other)[0]:.3g})")
+    return differing
 
 
 def only_rounded(mine: Facts, theirs: Facts) -> bool:
@@ -175,7 +175,7 @@ def _apart(own: torch.Tensor, other: torch.Tensor) -> tuple[float, float]:
 
 @dataclass
 class Tally:
-    """What this member has compared, and the seconds that it has taken.
+    """The counts of what this member has compared, and the seconds that it has taken.
 
     ``changed``: roles that it has left out after their scripts had changed them; ``exhausted``: those whose rehearsal
     has exhausted the memory, which it leaves out from then on.

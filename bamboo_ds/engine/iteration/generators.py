@@ -37,7 +37,7 @@ class RoleGenerators(InContext):
                 yield
 
     def blocks(self, runtime: StageRuntime, micro_batch: int) -> Callable[[int], None]:
-        """What seeds the same generators for a block of the bound ``runtime``, by its number, within a forward pass."""
+        """A function that seeds the same generators for a block of the bound ``runtime`` in a forward pass."""
 
         def seed_block(block: int) -> None:
             seed = self._seed(Drawing.FORWARD, runtime, micro_batch, block)

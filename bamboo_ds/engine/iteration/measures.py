@@ -1,4 +1,4 @@
-"""What a member measures of its passes: how long they take, how long it is idle, what they keep in memory.
+"""Measurements of a member's passes: their durations, its idle time, the memory that they keep.
 
 Of memory the planner (:mod:`bamboo_ds.topology.room`) is told: state by its numbers, passes as measured.
 """
@@ -74,18 +74,18 @@ class IdleTimes:
             yield
             self.record(kind, time.perf_counter() - before)
         else:
-            self._collect()  # those that nobody asks about must not be kept for ever
+            self._collect()  # those that are not asked about must not be kept for ever
             begin = self._streams.mark()
             yield
             self._running.append((kind, begin, self._streams.mark()))
 
     def busy_until(self) -> StreamMark | None:
-        """When the device is through with all passes that it was told to do; ``None``: it is."""
+        """The time at which the device is through with all passes that it was told to do; ``None`` if it is."""
         self._collect()
         return self._running[-1][-1] if self._running else None
 
     def _collect(self) -> None:
-        """Record the passes that the device is through with."""
+        """Records the passes that the device is through with."""
         while self._running and self._running[0][-1].query():
             assert self._streams is not None
             kind, *marks = self._running.popleft()
@@ -97,7 +97,7 @@ class IdleTimes:
         self._durations[kind] = seconds if before is None else before + _SMOOTHING * (seconds - before)
 
     def duration(self, kind: Hashable, fallback: Hashable = None) -> float | None:
-        """How long a pass of ``kind`` takes; that of ``fallback`` if none was measured yet."""
+        """The duration of a pass of ``kind``; that of ``fallback`` if none was measured yet."""
         self._collect()
         return self._durations.get(kind, self._durations.get(fallback))
 
@@ -108,12 +108,12 @@ class IdleTimes:
         return elapsed + duration <= self.expected(place) * (1 + TOLERANCE_SHARE) + TOLERANCE_S
 
     def forget(self) -> None:
-        """Forget the idle times: the schedule has changed. Durations stay."""
+        """Forgets the idle times: the schedule has changed. Durations stay."""
         self._idle.clear()
 
 
 def local_stage(context: EngineContext, parked: bool) -> StageMemory:
-    """What the stage takes that this member's script runs as, without its passes."""
+    """The memory of the stage that this member's script runs as, without its passes."""
     ds, layout, mode = context.ds, context.layout, context.mode
     optimizer = ds.basic_optimizer
     state = StateBytes(
@@ -133,7 +133,7 @@ def local_stage(context: EngineContext, parked: bool) -> StageMemory:
 
 
 def device_of(context: EngineContext) -> DeviceRecord | None:
-    """The device that this member computes on, as it is now that its engine has been built; ``None``: host memory."""
+    """The device that this member computes on, as it is now that its engine is built; ``None`` for host memory."""
     name, device = context.epoch.device_name, context.ds.device
     if name is None:
         return None
@@ -145,7 +145,7 @@ def device_of(context: EngineContext) -> DeviceRecord | None:
 
 @dataclass(eq=False)
 class PassBytes(InContext):
-    """What passes of an iteration keep of the stages that this member owns, in bytes, at most.
+    """The bytes that passes of an iteration keep of the stages that this member owns, at most.
 
     That is what autograd saves of the micro-batches that are on their way at the same time, and the tensors at the
     stage's boundaries: where members compute in host memory those of all micro-batches, since what they keep for a
@@ -166,7 +166,7 @@ class PassBytes(InContext):
 
     @property
     def known(self) -> Mapping[int, int]:
-        """By stage."""
+        """The bytes by stage."""
         return self._found
 
     def is_news(self) -> bool:
@@ -206,7 +206,7 @@ def _bytes_of(value: object) -> int:
 
 @dataclass(frozen=True)
 class Measures:
-    """What is measured.
+    """The measurements of a member.
 
     Attributes:
         idle: seconds without work, and of passes.
@@ -220,7 +220,7 @@ class Measures:
 
     @classmethod
     def of(cls, context: EngineContext) -> Measures:
-        """What is measured of the engine of ``context``."""
+        """The measurements of the engine of ``context``."""
         # Passes on other devices than CPUs go on after they have returned, unless launches wait for their kernels.
         waits = context.ds.device.type == HOST.type or os.environ.get("CUDA_LAUNCH_BLOCKING") == "1"
         times = BlockTimes(bool(context.layout.blocks) and waits)

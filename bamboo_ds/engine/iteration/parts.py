@@ -29,7 +29,7 @@ from .sums import PartialSums
 
 
 class IterationParts:
-    """What executes the instructions of an iteration.
+    """The parts that execute the instructions of an iteration.
 
     Args:
         context: of the engine.

@@ -1,4 +1,4 @@
-"""Forward and backward passes of whichever role is bound. DeepSpeed's own methods compute."""
+"""Forward and backward passes of the role that is bound. DeepSpeed's own methods compute."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Passes(InContext):
     _batch: Any = field(default=None, init=False)
 
     def use_role(self, role: Role, part: int = 0) -> None:
-        """Bind the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
+        """Binds the runtime of ``role``; passes act on the part of it that begins with block ``part``."""
         runtime = self.binding.use(self.binding.runtimes[role])
         self.ds.pipe_buffers = runtime.share.choose(part).buffers
 
@@ -66,7 +66,7 @@ class Passes(InContext):
             self.ds.stage_id, self.ds.num_stages = before
 
     def load(self, buffer_id: int) -> None:
-        """Load what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
+        """Loads what the bound role needs of a micro-batch: inputs at the first stage, labels at the last one.
 
         The script's iterator is drawn from before a part of a stage is taken for one.
         """
@@ -168,7 +168,7 @@ class Passes(InContext):
         return runtime.at_ends(runtime.share.part, self.layout.stages)
 
     def _note_layers(self, runtime: StageRuntime) -> None:
-        """The first pass of an iteration begins: keep what later passes change of what the layers keep.
+        """Keeps, in the first pass of an iteration, what later passes change of what the layers keep.
 
         Those of slices, of replicas, of parts and of roles just taken over may be done again from the first one on. So
         may those of others, where the stage is copied in the middle of a long iteration: if they keep little.

@@ -15,7 +15,7 @@ from ..stage.runtime import StageRuntime
 
 
 def begin_forward() -> None:
-    """Let the next forward pass have contiguous buffers of its own.
+    """Lets the next forward pass have contiguous buffers of its own.
 
     DeepSpeed has buffers for ``number_checkpoints`` layers, and takes new ones at each backward pass. Redundant forward
     passes between two backward passes would need more of them.
@@ -28,7 +28,7 @@ def begin_forward() -> None:
 
 
 def end_iteration() -> None:
-    """Free what checkpoints of redundant forward passes hold outside of autograd's graph, which is gone."""
+    """Frees what checkpoints of redundant forward passes hold outside of autograd's graph, which is gone."""
     checkpointing.reset()
 
 
@@ -41,14 +41,14 @@ def default_budget(device: torch.device, sharing: int) -> float | None:
 
 
 def release_cache(device: torch.device) -> None:
-    """Give freed memory back to the device, for allocations of another size."""
+    """Gives freed memory back to the device, for allocations of another size."""
     if device.type != HOST.type:
         accelerator().empty_cache()
 
 
 @contextmanager
 def counting_saved_bytes(runtime: StageRuntime, micro_batch: int) -> Iterator[None]:
-    """Count what the forward pass in the body keeps for its backward pass, in its part's ``saved``.
+    """Counts what the forward pass in the body keeps for its backward pass, in its part's ``saved``.
 
     That are the tensors that autograd saves, but parameters and what is counted already; of checkpointed layers the
     inputs.

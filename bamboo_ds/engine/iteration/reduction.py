@@ -28,25 +28,25 @@ class Reduction(InContext):
     tied_stages: Collection[int]
 
     def reduce_tied(self) -> None:
-        """Sum the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
+        """Sums the gradients of the pipeline's tied weights into ``runtime.tied`` of this member's roles there."""
         runtime = self.binding.current
         roles = [r for r in self.binding.owned() if r.role.pipeline == runtime.role.pipeline]
         if not self.tied_stages or runtime is not roles[-1]:
             return
         parts: dict[tuple[str, str], list[tuple[StageRuntime, int, torch.Tensor]]] = {}
-        for each in roles:
-            self.binding.use(each)
-            places = {id(p): i for i, p in enumerate(each.trainable())}
-            sums = self._sums(each) if each.role.stage in self.tied_stages else []
+        for holder in roles:
+            self.binding.use(holder)
+            places = {id(p): i for i, p in enumerate(holder.trainable())}
+            sums = self._sums(holder) if holder.role.stage in self.tied_stages else []
             for key, attribute, weight in tied_weights(self.ds.module):
                 place = places.get(id(weight))
                 if place is not None:
-                    own = each.optimizer.part(sums, weight)
-                    parts.setdefault((key, attribute), []).append((each, place, own))
+                    own = holder.optimizer.part(sums, weight)
+                    parts.setdefault((key, attribute), []).append((holder, place, own))
         for (key, _), holders in sorted(parts.items(), key=lambda item: item[0]):
             module: Any = holders[0][0].module
             ranks, group = module.tied_comms[key]["ranks"], module.tied_comms[key]["group"]
-            places_in_group = [ranks.index(self.epoch.layout.rank(each.role)) for each, _, _ in holders]
+            places_in_group = [ranks.index(self.epoch.layout.rank(holder.role)) for holder, _, _ in holders]
             shares = shares_of([self.epoch.plan.owners[rank] for rank in ranks], places_in_group)
             total = holders[0][2].clone()
             if shares is None:
@@ -54,41 +54,41 @@ class Reduction(InContext):
             else:
                 flats = [part.reshape(-1) for _, _, part in holders]
                 total.copy_(all_reduce(flats, shares, group).view_as(total))
-            for each, place, _ in holders:
-                each.results.tied[place] = total.clone()
+            for holder, place, _ in holders:
+                holder.results.tied[place] = total.clone()
 
     def reduce(self) -> None:
-        """Average the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
+        """Averages the gradients over the pipelines into ``runtime.reduced`` of all roles of this stage."""
         runtime = self.binding.current
         # A collective counts a member once: roles of one stage are reduced together, with the last of them.
         same = [r for r in self.binding.owned() if r.role.stage == runtime.role.stage]
         if runtime is not same[-1] or all(r.results.reduced is not None for r in same):
             return
         sums = []
-        for each in same:
-            self.binding.use(each)
-            check_gradients(each.module)
-            sums.append(self.local_sums(each))
+        for owned in same:
+            self.binding.use(owned)
+            check_gradients(owned.module)
+            sums.append(self.local_sums(owned))
             if self.ds.is_last_stage():
-                received = each.share.received
-                told = None if received is None else received.losses
-                each.results.loss = self.losses() if told is None else told
+                received = owned.share.received
+                losses = None if received is None else received.losses
+                owned.results.loss = self.losses() if losses is None else losses
         # Even one pipeline alone reduces: in another precision the sums are rounded.
         rounds = any(g.dtype != self.ds.communication_data_type for g in sums[0])
         if (self.ds.is_data_parallel or rounds) and self.ds.reduces_gradients:
             plan, siblings = self.epoch.plan, self.epoch.layout.siblings(runtime.role)
-            shares = shares_of([plan.owner(role) for role in siblings], [siblings.index(each.role) for each in same])
+            shares = shares_of([plan.owner(role) for role in siblings], [siblings.index(owned.role) for owned in same])
             total = same[-1].optimizer.average(sums, shares)
             sums = [total, *([g.clone() for g in total] for _ in same[1:])]
         # What counts as reduced is replicated and committed: also the passes that it comes from must be whole.
         self.epoch.session.confirm("reducing gradients")
-        for each, reduced in zip(same, sums, strict=True):
-            self.binding.use(each)
-            each.results.measured = each.optimizer.measure(reduced)
-            each.results.reduced = each.optimizer.keep(reduced)
+        for owned, reduced in zip(same, sums, strict=True):
+            self.binding.use(owned)
+            owned.results.measured = owned.optimizer.measure(reduced)
+            owned.results.reduced = owned.optimizer.keep(reduced)
 
     def local_sums(self, runtime: StageRuntime) -> list[torch.Tensor]:
-        """What the bound ``runtime`` gives to the reduction over the pipelines."""
+        """The sums that the bound ``runtime`` gives to the reduction over the pipelines."""
         sums = self._sums(runtime)
         tied = runtime.results.tied
         if not tied:

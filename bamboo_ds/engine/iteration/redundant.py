@@ -1,4 +1,4 @@
-"""What members do in the bubbles of the pipeline: draw batches; pending steps and redundant passes of replicas."""
+"""Work of members in the bubbles of the pipeline: batches to draw; pending steps and redundant passes of replicas."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class RedundantPasses(InContext):
         self._exhausted = False
 
     def fill_bubble(self, channels: Channels, awaits: str, buffer_id: int | None, role: Role | None) -> None:
-        """Do what there is until the message that the next instruction receives is there or expected.
+        """Does what there is until the message that the next instruction receives is there or expected.
 
         Args:
             channels: that this receives on.
@@ -93,7 +93,7 @@ class RedundantPasses(InContext):
             channel.await_message(busy)
 
     def _draw(self, place: Hashable, begin: float) -> bool:
-        """Draw a batch if there is one to be drawn later, and time for it; whether it has."""
+        """Draws a batch if there is one to be drawn later, and time for it; returns whether it has."""
         batches, idle = self.supply.lacking(self.ds.micro_batches), self.measures.idle
         if batches is None or not idle.fits(place, time.monotonic() - begin, idle.duration(DRAWING)):
             return False
@@ -140,7 +140,7 @@ class RedundantPasses(InContext):
         return None
 
     def _follows(self, replica: StageRuntime) -> bool:
-        """Go on from sums that have arrived; whether there was memory for that."""
+        """Goes on from sums that have arrived; returns whether there was memory for that."""
         reason, dropped = "", replica.share.part.forwards
         try:
             self.sums.follow(replica)
@@ -163,7 +163,7 @@ class RedundantPasses(InContext):
         return self._budget is not None and sum(replica.share.part.saved.values()) >= self._budget
 
     def _tell_lack(self, replica: StageRuntime) -> None:
-        """Say it once if nothing is free for redundant passes: the job goes on as if redundancy were lazy."""
+        """Says once that nothing is free for redundant passes: the job goes on as if redundancy were lazy."""
         lacks, before = self._budget == 0, self._lacks
         self._lacks = lacks
         if lacks and not before:
@@ -172,7 +172,7 @@ class RedundantPasses(InContext):
             self._tell_exhausted(role, 0, reason)
 
     def run(self, replica: StageRuntime, kind: str) -> None:
-        """Take a pending step, or run a redundant pass.
+        """Takes a pending step, or runs a redundant pass.
 
         If a pass exhausts the device's memory there are none any more in this iteration.
         """
@@ -182,10 +182,10 @@ class RedundantPasses(InContext):
             return
         before, forward = self.binding.current, kind == "forward"
         m = replica.share.part.forwards if forward else replica.share.part.backwards
-        told = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
+        span_kind = Kind.REDUNDANT_FORWARD if forward else Kind.REDUNDANT_BACKWARD
         reason, dropped = "", 0
         try:
-            with self.recording.span(told, replica.role, m):
+            with self.recording.span(span_kind, replica.role, m):
                 self._run(replica, kind)
         except torch.OutOfMemoryError as error:
             dropped, reason = replica.share.part.forwards, str(error).splitlines()[0]
@@ -195,12 +195,12 @@ class RedundantPasses(InContext):
             self._exhaust(replica, f"a redundant {kind} pass", dropped, reason)
 
     def _exhaust(self, replica: StageRuntime, what: str, dropped: int, reason: str) -> None:
-        """Give up the redundant passes of this iteration, after ``what`` of ``replica``: they took too much memory."""
+        """Gives up the redundant passes of this iteration, after ``what`` of ``replica``: they took too much memory."""
         self._exhausted = True
         self.binding.refresh()
-        for each in self.binding.replicas():
-            if each.results.reduced is None and not each.share.helps:
-                each.begin_again()
+        for other in self.binding.replicas():
+            if other.results.reduced is None and not other.share.helps:
+                other.begin_again()
         self.binding.reload()
         release_cache(self.ds.device)
         logger.warning("role %s: %s exhausted the memory: %s", replica.role, what, reason)

@@ -59,7 +59,7 @@ class Mismatches:
 
 @dataclass(frozen=True)
 class StepMessage:
-    """What the optimizer step of a role needs.
+    """The inputs of a role's optimizer step, as they are sent.
 
     Attributes:
         reduced: reduced gradients.
@@ -101,13 +101,13 @@ class Replication(InContext):
         self.mismatches = Mismatches(self.settings.redundancy.verify_every)
 
     def send(self) -> None:
-        """Send what the step of the bound role needs to its shadow and to those that build a replica."""
+        """Sends what the step of the bound role needs to its shadow and to those that build a replica."""
         runtime = self.binding.current
         results, verification = runtime.results, runtime.verification
         assert results.reduced is not None and results.measured is not None
         changed = self.progress.script.changed if runtime is self.binding.local else ()
         named = self.mismatches.has(runtime.role, self.progress.steps) or verification.shared is not None
-        told = StepMessage(
+        message = StepMessage(
             results.reduced,
             # An heir that has done no passes of its own passes on what the lost owner's layers keep.
             runtime.layers.capture(changed) if results.layers is None else results.layers,
@@ -118,12 +118,12 @@ class Replication(InContext):
             verification.checksum,
             verification.tensors if named and verification.checksum is not None else [],
         )
-        payload = as_message(vars(told))
+        payload = as_message(vars(message))
         for channel in self.epoch.channels.of(Stream.REPLICA, runtime.role):
             channel.send(self.progress.sequence, payload)
 
     def receive(self, role: Role) -> None:
-        """Receive the same of ``role``, and compare its replica with the owner where it is time.
+        """Receives the same of ``role``, and compares its replica with the owner where it is time.
 
         The step of the iteration before is taken first, so that both have taken the same.
         """
@@ -132,27 +132,27 @@ class Replication(InContext):
             self.binding.runtimes[role].catch_up()
         channel = self.epoch.channels.replica(role, self.epoch.member)
         payload = self.boundaries.receive(channel, self.progress.sequence, (role, "replica", None), parked)
-        told = StepMessage(**from_message(payload))
+        message = StepMessage(**from_message(payload))
         same = self.epoch.channels.to(Stream.TOLD, role, self.epoch.member)
         assert same is not None
         same.discard(self.progress.sequence + 1)
         construction = self.constructions.get(role)
-        measured = Measured(*told.measured)
-        results = Results({}, told.reduced, measured, told.loss, told.layers, told.consumed)
+        measured = Measured(*message.measured)
+        results = Results({}, message.reduced, measured, message.loss, message.layers, message.consumed)
         if construction is not None:
-            construction.incoming = results, told.trained
+            construction.incoming = results, message.trained
             return
         replica = self.binding.runtimes[role]
-        replica.layers.changes.follow(*told.layers["changes"])
-        if told.trained:
-            replica.train_only(told.trained)
+        replica.layers.changes.follow(*message.layers["changes"])
+        if message.trained:
+            replica.train_only(message.trained)
         replica.results = results
         verification = replica.verification
-        if told.checksum is not None and verification.checksum is not None and verification.valid:
-            self._compare(replica, told.checksum, told.tensors)
+        if message.checksum is not None and verification.checksum is not None and verification.valid:
+            self._compare(replica, message.checksum, message.tensors)
 
     def _compare(self, replica: StageRuntime, expected: int, parts: Sequence[int]) -> None:
-        """Compare the replica with its owner's checksum, and with those of its tensors where they are told."""
+        """Compares the replica with its owner's checksum, and with those of its tensors where they are told."""
         role, step = [replica.role.pipeline, replica.role.stage], self.progress.steps
         if replica.verification.checksum == expected:
             self.job.channel.event("replica_verified", step=step, role=role, checksum=f"{expected:08x}")
@@ -221,7 +221,7 @@ class Replication(InContext):
         return SchedulerPosition.of(replica) == before
 
     def exchange_shards(self) -> None:
-        """Bring the parameters of all runtimes up to date, after steps that did so with their own shards only.
+        """Brings the parameters of all runtimes up to date, after steps that did so with their own shards only.
 
         All members take part, once between two operations. A runtime that is up to date gets what it has. Owners gather
         shards in the group of their stage, in which they reduce its gradients, where each owns one role of it.

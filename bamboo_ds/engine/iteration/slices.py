@@ -29,7 +29,7 @@ logger = logging.getLogger("bamboo_ds")
 
 
 def mode_for(mode: RedundancyMode, layout: Layout, rank: int) -> RedundancyMode:
-    """What of ``mode`` is possible with this layout; the process of rank 0 says so if it is not what was asked for."""
+    """The part of ``mode`` that this layout allows; the process of rank 0 says so if that is not all of it."""
     if layout.ahead or not mode.eager_forward:
         return mode
     if rank == 0 and mode is not RedundancyMode.AUTO:
@@ -82,7 +82,7 @@ class SlicedPasses(InContext):
             self._note(False)
 
     def _timers(self) -> Mapping[str, Any]:
-        """DeepSpeed's, by name."""
+        """DeepSpeed's timers, by name."""
         return getattr(self.ds.timers, "timers", {})
 
     def processed(self, batch: Any) -> Any:

@@ -27,7 +27,7 @@ from .generators import RoleGenerators
 
 @dataclass(frozen=True)
 class StepInputs:
-    """What the step of a role goes by: what held in its iteration, from which others may have gone on.
+    """The inputs of a role's step: what held in its iteration, from which others may have gone on.
 
     Attributes:
         results: reduced gradients, and what the owner's layers keep.
@@ -54,15 +54,15 @@ class Steps(InContext):
     _committed: Committed = field(init=False)
 
     def inputs(self, results: Results) -> StepInputs:
-        """Those of a step of the iteration that was just committed and has given ``results``."""
+        """The inputs of a step of the iteration that was just committed and has given ``results``."""
         return StepInputs(results, self.progress.operation.agreed, self.ds.step_settings())
 
     def step_owned(self) -> None:
-        """The step of the bound role, which this member owns."""
+        """Takes the step of the bound role, which this member owns."""
         self.apply_step(self.binding.current, self.inputs(self.binding.current.results))
 
     def apply_step(self, runtime: StageRuntime, inputs: StepInputs) -> None:
-        """The step of ``runtime``, where its tensors are; an owner's with DeepSpeed's reports.
+        """Takes the step of ``runtime``, where its tensors are; an owner's with DeepSpeed's reports.
 
         Raises:
             ProtocolError: there are no reduced gradients.
@@ -126,7 +126,7 @@ class Steps(InContext):
         return self.groups.acting_for(runtime.role, answer)
 
     def _apply_results(self, runtime: StageRuntime, results: Results) -> None:
-        """Give the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
+        """Gives the bound runtime the gradients that its optimizer step needs, and what its owner's layers keep."""
         if results.reduced is None:
             raise ProtocolError(f"role {runtime.role} is to step without reduced gradients")
         device = runtime.device(self.ds.device)
@@ -152,12 +152,12 @@ class Steps(InContext):
         return self.binding.local.optimizer.skips and self.progress.operation.agreed.skipped()
 
     def advance_local(self) -> None:
-        """Count an iteration on the local runtime if its role is computed by others."""
+        """Counts an iteration on the local runtime if its role is computed by others."""
         if self.binding.local.role not in self.binding.runtimes:
             self.count_local(self.skipped())
 
     def count_local(self, skipped: bool) -> None:
-        """Count a step that others have done for the script's role."""
+        """Counts a step that others have done for the script's role."""
         with self.binding.bound(self.binding.local):
             self.ds.note_step(skipped)
             if not skipped and self.ds.lr_scheduler is not None:

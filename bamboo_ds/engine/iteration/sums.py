@@ -49,11 +49,11 @@ _Place = tuple[Role, int, int]
 
 @dataclass(frozen=True)
 class Sums:
-    """What the computation of a part goes on from.
+    """The state that the computation of a part goes on from.
 
     Attributes:
         count: micro-batches whose gradients are in the sums.
-        gradients: of its parameters, in order; ``None``: nothing has been added.
+        gradients: of its parameters, in order, or ``None`` if nothing has been added.
         layers: what the layers keep after so many forward passes.
         losses: sums of losses after these, if the part ends a pipeline.
         consumed: checksums of micro-batches, by number.
@@ -103,7 +103,7 @@ class PartialSums(InContext):
                 if channel.source == self.epoch.member:
                     seconds += size / (channel.rate or _ASSUMED_RATE)
         share = PROCESSOR_SHARE if self.ds.device.type == "cpu" else NETWORK_SHARE
-        # Whom they are sent to takes as long for them as the main thread here, which passes wait for.
+        # Their receiver takes as long for them as the main thread here, which passes wait for.
         taken = 2 * sum(self._taken_s.values())
         counts = self.ds.micro_batches, self._micro_batch_s
         every = affordable(seconds, *counts, share), affordable(taken, *counts, PROCESSOR_SHARE)
@@ -113,7 +113,7 @@ class PartialSums(InContext):
         return 0
 
     def _tell_lack(self, seconds: float, taken: float) -> None:
-        """Say once that sums cost too much."""
+        """Says once that sums cost too much."""
         assert self._micro_batch_s is not None
         if not self._told:
             logger.info(
@@ -136,7 +136,7 @@ class PartialSums(InContext):
     # -- sending ----------------------------------------------------------------------------------------------
 
     def mark(self) -> None:
-        """A forward pass of the bound role has ended: note what the sums of as many micro-batches go with."""
+        """Notes, after a forward pass of the bound role, what the sums of as many micro-batches go with."""
         runtime = self.binding.current
         part = runtime.share.part
         wanted = (runtime.owned or runtime.share.helps) and syncs(self.epoch.plan, runtime.role)
@@ -147,7 +147,7 @@ class PartialSums(InContext):
         part.marks[part.forwards] = copied({"layers": runtime.layers.capture(whole=True), "losses": losses})
 
     def send(self, buffer_id: int) -> None:
-        """Send the sums of the bound role's part, after the backward pass of micro-batch ``buffer_id``."""
+        """Sends the sums of the bound role's part, after the backward pass of micro-batch ``buffer_id``."""
         runtime, count = self.binding.current, buffer_id + 1
         part = runtime.share.part
         mark = part.marks.pop(count, None)
@@ -175,7 +175,7 @@ class PartialSums(InContext):
         self._taken_s[runtime.role] = time.perf_counter() - begin
 
     def _copied(self, runtime: StageRuntime, part: Part) -> list[torch.Tensor | None] | None:
-        """Copies of a part's gradients; ``None``: there is no room for them, and none are sent under this plan."""
+        """Copies of a part's gradients; ``None`` without room for them: none are sent under this plan."""
         reason = ""
         try:
             return runtime.optimizer.accumulated(self._parameters(runtime, part))
@@ -188,16 +188,16 @@ class PartialSums(InContext):
     # -- keeping ----------------------------------------------------------------------------------------------
 
     def collect(self) -> None:
-        """Take what has arrived of the operation under way; also after the epoch has ended, before the next one."""
+        """Takes what has arrived of the operation under way; also after the epoch has ended, before the next one."""
         for stream, role, channel in self.epoch.channels:
             if stream is not Stream.SUMS or channel.destination != self.epoch.member:
                 continue
             runtime = self.binding.runtimes.get(role)
             for sequence, payload in channel.take(runtime is None or runtime.parked):
                 if sequence == self.progress.sequence:
-                    told = from_message(payload)
-                    place = role, told.pop("begin"), told.pop("end")
-                    self._hold(place, Sums(**told))
+                    fields = from_message(payload)
+                    place = role, fields.pop("begin"), fields.pop("end")
+                    self._hold(place, Sums(**fields))
 
     def _hold(self, place: _Place, sums: Sums) -> None:
         held = self._held[place]
@@ -206,13 +206,13 @@ class PartialSums(InContext):
             del held[count]
 
     def held(self) -> list[tuple[Role, int, int, tuple[int, ...]]]:
-        """Of each part whose sums are here: role, first block, the one behind its last, numbers of micro-batches."""
+        """The sums that are here, by part: role, first block, the one behind its last, numbers of micro-batches."""
         return [(*place, tuple(sorted(sums))) for place, sums in self._held.items() if sums]
 
     # -- going on ---------------------------------------------------------------------------------------------
 
     def move(self, runtime: StageRuntime, part: Part, to: PartProgress) -> None:
-        """Make ``part`` of ``runtime`` as it was, or would be, at ``to``. Attributes of what is bound are up to date.
+        """Makes ``part`` of ``runtime`` as it was, or would be, at ``to``. Attributes of what is bound are up to date.
 
         Raises:
             ProtocolError: there are no sums for that.
@@ -260,7 +260,7 @@ class PartialSums(InContext):
             runtime.attributes.update(total_loss=total, total_additional_losses=more)
 
     def follow(self, replica: StageRuntime) -> None:
-        """Have a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
+        """Has a replica that computes redundantly leave out the passes that sums which have arrived make needless."""
         channels = self.epoch.channels.of(Stream.SUMS, replica.role)
         if not any(channel.ready() for channel in channels if channel.destination == self.epoch.member):
             return
@@ -272,7 +272,7 @@ class PartialSums(InContext):
         self.binding.reload()
 
     def _parameters(self, runtime: StageRuntime, part: Part) -> list[torch.nn.Parameter]:
-        """Those of a part, in an order that all copies of the stage have.
+        """The parameters of a part, in an order that all copies of the stage have.
 
         Also those that are not trained: a replica that computes redundantly does not know yet what was just frozen.
         """

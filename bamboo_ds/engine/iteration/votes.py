@@ -1,4 +1,4 @@
-"""Which of several copies of the same state is wrong: the one that most others differ from. Pure.
+"""Votes on which of several copies of the same state is wrong: the one that most others differ from. Pure.
 
 Without ZeRO the owners of a stage in all pipelines and their replicas hold equal parameters and optimizer state, since
 all step from the same sums. A bit that flips in one of them stays there: the gradients that it spoils reach all of
@@ -24,13 +24,13 @@ class StateCopy:
 
     @property
     def name(self) -> str:
-        """What it is, in words."""
+        """The copy's name, in words."""
         return "owner" if self.owned else "replica"
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What has come of the votes of all stages.
+    """The outcome of the votes of all stages.
 
     Attributes:
         odd: copies that differ from what most copies of their stage have.

@@ -43,7 +43,7 @@ class Loader(InContext):
 
     @contextmanager
     def own_checkpoint(self) -> Iterator[None]:
-        """What is loaded in the body the job has saved itself, which may have begun with a universal checkpoint."""
+        """In the body the checkpoint to load is the job's, which may have begun with a universal one."""
         self.universal = False
         try:
             yield
@@ -57,7 +57,7 @@ class Loader(InContext):
         return SchedulerPosition.of(local) if local.pristine is not None else None
 
     def load(self, folder: str, tag: str | None, position: SchedulerPosition | None, *args: Any, **kwargs: Any) -> Any:
-        """Load all roles of all members; returns what DeepSpeed does.
+        """Loads all roles of all members; returns what DeepSpeed does.
 
         Args:
             folder, tag, args, kwargs: as DeepSpeed's.
@@ -99,14 +99,14 @@ class Loader(InContext):
             check_loadable(folder, tag, self.layout, how)
         except CheckpointError as error:
             refusal = str(error)
-        told = self.epoch.agreement.exchange(refusal)
-        first = next((member for member, text in told.items() if text), None)
+        refusals = self.epoch.agreement.exchange(refusal)
+        first = next((member for member, text in refusals.items() if text), None)
         if first is None:
             return
         if first == self.epoch.member:
-            logger.error("%s", told[first])
+            logger.error("%s", refusals[first])
         self.epoch.agreement.barrier()  # the end of a worker ends the others
-        refused = CheckpointError(told[first])
+        refused = CheckpointError(refusals[first])
         refused.told_by = first
         raise refused
 
@@ -124,7 +124,7 @@ def _wants_state(
 
 
 def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) -> tuple[str, str] | None:
-    """Where the checkpoint is that is whole and contains most, and its name there, if the job goes on from one.
+    """The place of the whole checkpoint that contains most, and its name there, if the job goes on from one.
 
     It is the script's or one of the job's own, and may be an older one than that which members had told of, or a newer
     one. What was saved by workers that the job goes on without is found, or never gets its name. All of it is read.
@@ -139,18 +139,18 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
             anew then, and its checkpoints would take the place of those that are there.
     """
     channel = epoch.job.channel
-    told, job = channel.restart_from, channel.job
-    if told is None:
+    start, job = channel.restart_from, channel.job
+    if start is None:
         return None
-    gone = not is_url(told) and not Path(told).parent.is_dir()
-    problems = [f"{Path(told).parent} has vanished"] if gone else []
-    candidates = [places.of(each) for each in _locations(told, job, own, places, problems)]
+    gone = not is_url(start) and not Path(start).parent.is_dir()
+    problems = [f"{Path(start).parent} has vanished"] if gone else []
+    candidates = [places.of(each) for each in _locations(start, job, own, places, problems)]
     candidates = [place for place in candidates if place.exists()]
     for place in candidates:
         place.take_over(job, epoch.plan.lineage)
-    found = newest_of(candidates, job, epoch.plan.origin, checksums=True)
-    if found is not None:
-        place, info = found
+    newest = newest_of(candidates, job, epoch.plan.origin, checksums=True)
+    if newest is not None:
+        place, info = newest
         if is_url(info.path):
             where, _, name = str(info.path).rpartition("/")
             return where, name
@@ -158,17 +158,16 @@ def newest_whole(epoch: CurrentEpoch, places: Places, own: str | None = None) ->
     problems += [f"none in {place.location} is whole" for place in candidates]
     why = "; ".join(dict.fromkeys(problems)) or "all are gone"
     raise CheckpointError(
-        f"the job cannot go on from {told} nor from another one of its checkpoints: {why}. See whether their file "
+        f"the job cannot go on from {start} nor from another one of its checkpoints: {why}. See whether their file "
         "system is mounted, or their store reached, and readable on all hosts, and start the job again"
     )
 
 
 def _locations(told: str, job: str, own: str | None, places: Places, problems: list[str]) -> list[Location]:
-    """Where the job's checkpoints may be, that of ``told`` first: the script's, and the job's own.
+    """The places where the job's checkpoints may be, that of ``told`` first: the script's, and the job's own.
 
     Args:
         told: a checkpoint.
-        job: the job.
         own: ``bamboo.checkpoint.dir``.
         places: of checkpoints.
         problems: what keeps folders from being used is added.
@@ -199,7 +198,7 @@ def _locations(told: str, job: str, own: str | None, places: Places, problems: l
 
 
 def _script_folders(own: CheckpointPlace, problems: list[str]) -> list[Location]:
-    """Where the script saves, as the job's own checkpoints tell, also those of which something is damaged."""
+    """The folders that the script saves into, as the job's own checkpoints tell, also those with damaged ones."""
     found: dict[Location, None] = {}
     try:
         for info in reversed(own.checkpoints()):
@@ -211,7 +210,7 @@ def _script_folders(own: CheckpointPlace, problems: list[str]) -> list[Location]
 
 
 def silence_earlier_starts(epoch: CurrentEpoch, places: Places, folder: str) -> None:
-    """Earlier starts of the job publish nothing more in ``folder``, so that all members find the same there.
+    """Keeps earlier starts of the job from publishing in ``folder``, so that all members find the same there.
 
     Where this process cannot write the workers of earlier starts cannot, either.
     """

@@ -117,7 +117,7 @@ class Replay(InContext):
         logger.warning("going on from checkpoint %s, after step %d", where, progress.steps)
 
     def tell(self) -> str:
-        """How far this is, for people; callable from any thread."""
+        """The progress of the replay, for people; callable from any thread."""
         steps, total, begun = self.steps, self.history.steps, self._begun
         left = ""
         if steps and begun is not None:
@@ -125,7 +125,7 @@ class Replay(InContext):
         return f"replays step {steps} of {total}{left}"
 
     def recorded(self, kind: Kind) -> Any:
-        """What the job computed in the operation that the script asks for; ``None``: it has yet to be done.
+        """The job's results of the operation that the script asks for; ``None`` if it has yet to be done.
 
         Where a checkpoint may follow the operation, which is then the last one to be replayed after a restart, the
         caller says when it has followed what was recorded: :meth:`arrive`.
@@ -169,11 +169,11 @@ class Replay(InContext):
         return None
 
     def _ask(self) -> int:
-        """Learn what the job has done since; returns how many operations."""
+        """Learns what the job has done since; returns how many operations."""
         return self.history.extend(self._told(History.key(len(self.history)), self.progress.script.sources))
 
     def _be_admitted(self) -> None:
-        """Enter the first epoch whose plan lists this member."""
+        """Enters the first epoch whose plan lists this member."""
         self.report_layout()
         self.takeover.recover_between("while joining")
         self.progress.operation.recovery = None
@@ -209,7 +209,7 @@ class Replay(InContext):
         return load(data["tag"])
 
     def _load_saved(self, load: Callable[[str], Any], number: int) -> Any:
-        """Load the checkpoint of operation ``number``; ``None``: it is not there any more."""
+        """Loads the checkpoint of operation ``number``; returns ``None`` if it is not there any more."""
         save = self.history[number].data
         if save["save_id"] is not None:
             self.places.bring(save["folder"], save["tag"], save["save_id"])
@@ -230,7 +230,7 @@ class Replay(InContext):
         return result
 
     def _load_own(self) -> Any:
-        """Load what the job goes on from; returns what DeepSpeed does."""
+        """Loads what the job goes on from; returns what DeepSpeed does."""
         # The script's scheduler has taken the steps that were replayed when the script was there.
         position = self.loader.local_position() if self.position else None
         with self.loader.own_checkpoint():
@@ -242,13 +242,13 @@ class Replay(InContext):
     # -- what members of the job tell ---------------------------------------------------------------------
 
     def _told(self, key: str, sources: Sequence[tuple[str, str]] = ()) -> str:
-        """What a member of the job answers to ``key``, one of ``sources``; if there are none, any member.
+        """The answer to ``key`` of a member of the job, one of ``sources``; if there are none, of any member.
 
         Args:
             sources: members and their places.
 
         Raises:
-            ProtocolError: nobody answers.
+            ProtocolError: no member answers.
         """
         failures, job = [], self.job
         for timeout_s in _ASK_TIMEOUTS_S:

@@ -84,8 +84,8 @@ class Evaluation(InContext):
         self.takeover.run(self)
         ds.module.eval()  # DeepSpeed leaves it so until the next iteration
         ds.eval_return_logits, ds.compute_loss = False, True
-        found, self._losses = self._losses, {}
-        result: Any = found.get(self.binding.local.role.pipeline)
+        losses, self._losses = self._losses, {}
+        result: Any = losses.get(self.binding.local.role.pipeline)
         if compute_loss and (bcast_loss or ds.monitor.enabled or ds.is_last_stage()) and reduce_output is not None:
             result = self._mean(self._agreed()[0])
         if ds.monitor.enabled and result is not None:
@@ -140,7 +140,7 @@ class Evaluation(InContext):
         self.commit()
 
     def _note_layers(self) -> None:
-        """Keep what the layers keep; what an attempt before this one has changed is undone."""
+        """Keeps what the layers keep; what an attempt before this one has changed is undone."""
         for role, layers in self._before.items():
             if role in self.binding.runtimes:
                 self.binding.runtimes[role].layers.restore(layers)
@@ -171,8 +171,8 @@ class Evaluation(InContext):
             self.iteration.passes.load(m)
         self.iteration.passes.forward(m)
         outputs = buffers["outputs"][m]
-        for each in buffers.values():
-            each[m] = None
+        for slots in buffers.values():
+            slots[m] = None
         if role.stage < last:
             channels[Stream.ACTIVATION, Role(role.pipeline, role.stage + 1)].send(m, outputs)
 

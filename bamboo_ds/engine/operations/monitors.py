@@ -1,4 +1,4 @@
-"""TensorBoard and its like, written by whichever member speaks for the job."""
+"""TensorBoard and its like, written by the member that speaks for the job."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Monitors:
-    """In the place of DeepSpeed's monitors, which write in the process of rank 0 only.
+    """Stands in the place of DeepSpeed's monitors, which write in the process of rank 0 only.
 
     DeepSpeed begins each CSV table with a head. A process that writes after another one of the job goes on with the
     tables that it finds.
@@ -44,7 +44,7 @@ class Monitors:
         return bool(self._master.enabled)
 
     def write_events(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
-        """Write (name, value, samples) each; nothing happens on members that do not speak for the job."""
+        """Writes (name, value, samples) each; nothing happens on members that do not speak for the job."""
         if not self._speaks():
             return
         with self._session.attachment.acting_for(0, ignore):
@@ -56,7 +56,7 @@ class Monitors:
             self._master.write_events(event_list)
 
     def _continue_tables(self, event_list: Sequence[tuple[str, Any, int]]) -> None:
-        """Have DeepSpeed's CSV monitor write no head into tables that have one."""
+        """Has DeepSpeed's CSV monitor write no head into tables that have one."""
         tables = getattr(self._master, "csv_monitor", None)
         if tables is None:
             return
@@ -78,7 +78,7 @@ def _has_content(path: str) -> bool:
 
 @dataclass(eq=False)
 class JobTags(InContext):
-    """What members and pauses are like, for DeepSpeed's monitors.
+    """Figures of members and pauses, for DeepSpeed's monitors.
 
     All members measure, since each may be the next one that writes.
     """
@@ -95,7 +95,7 @@ class JobTags(InContext):
         self.progress.operation.paused = 0.0
 
     def write(self) -> None:
-        """Hand the values to the monitors, which write them on the member that speaks for the job."""
+        """Hands the values to the monitors, which write them on the member that speaks for the job."""
         monitor = self.ds.monitor
         if not monitor.enabled:
             return

@@ -86,7 +86,7 @@ class ScriptCalls(InContext):
                 self.leave()
 
     def leave(self) -> None:
-        """The script goes on: remember how it finds what it may set."""
+        """Remembers, as the script goes on, how it finds what it may set."""
         self.binding.refresh()
         local = self.binding.local
         if self.progress.script.behind:  # the operation before the one that it takes part in may be done now
@@ -99,7 +99,7 @@ class ScriptCalls(InContext):
         self._compiled = compiled_in(local.module)
 
     def follow(self) -> None:
-        """Give to all roles what the script has set since it went on."""
+        """Gives to all roles what the script has set since it went on."""
         self.binding.refresh()
         local = self.binding.local
         self._note_count()
@@ -164,7 +164,7 @@ class ScriptCalls(InContext):
         self.copies.tell_replicas()
 
     def _follow_settings(self) -> bool:
-        """Give settings and attributes to all roles; whether attributes that members compare are among them."""
+        """Gives settings and attributes to all roles; whether attributes that members compare are among them."""
         local = self.binding.local
         changed = Adjustable.of(local).since(self._left, shared=(self.builder.ds.engine,))
         self._parts = parts_in(changed.values)
@@ -172,8 +172,8 @@ class ScriptCalls(InContext):
             return False
         if self._parts:
             local.layers.look_again()
-        told = described(changed.values)
-        self.progress.script.assigned.update(told)
+        assigned = described(changed.values)
+        self.progress.script.assigned.update(assigned)
         if changed.replacement is not None:
             local.pristine = changed.replacement.pristine
         joins = self.job.channel.joiner and self.progress.script.behind
@@ -187,14 +187,14 @@ class ScriptCalls(InContext):
                 changed.give(runtime)
         self.binding.reload()
         self.copies.follow_settings(changed)
-        return bool(told)
+        return bool(assigned)
 
     def _follow_weights(self) -> bool:
-        """Note whether the script has changed its stage, for the holders of the stage's replica.
+        """Notes whether the script has changed its stage, for the holders of the stage's replica.
 
         Raises:
             UnsupportedError: it has put other parameters there, or gradients.
-            FatalLoss: nobody does so with a stage whose script is lost.
+            FatalLoss: no script does so with a stage whose own is lost.
         """
         self._weights.check_parameters()
         self._weights.check_gradients()
@@ -218,7 +218,7 @@ class ScriptCalls(InContext):
         return True
 
     def _tell_once(self, what: str) -> None:
-        """Tell what the script does to its stage that needs the process of each rank."""
+        """Tells what the script does to its stage that needs the process of each rank."""
         if not self._warned:
             self._warned = True
             logger.warning("%s", what)
@@ -233,7 +233,7 @@ class ScriptCalls(InContext):
         raise FatalLoss([(role.pipeline, role.stage) for role in roles], lost, checkpoint, part=part)
 
     def _note_count(self) -> None:
-        """Note by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
+        """Notes by how much DeepSpeed's count of steps, which checkpoints and scripts set, is ahead of the job's."""
         if not self.progress.script.behind:
             self.job.channel.ahead = self.binding.local.attributes["global_steps"] - self.progress.steps
 
@@ -242,7 +242,7 @@ class ScriptCalls(InContext):
 
         Raises:
             UnsupportedError: it cannot be followed exactly.
-            FatalLoss: nobody does so with a stage whose script is lost.
+            FatalLoss: no script does so with a stage whose own is lost.
         """
         local = self.binding.local
         away = [] if self.progress.script.behind else without_process(self.epoch.plan)
@@ -264,13 +264,13 @@ class ScriptCalls(InContext):
     # -- the script's collectives -------------------------------------------------------------------------
 
     def place(self) -> ThreadContext:
-        """Where the main thread is."""
+        """The place of the main thread."""
         if self._depth or self.progress.script.phase is ScriptPhase.RESUMING:
             return "engine"
         return "replay" if self.progress.script.behind else "script"
 
     def recover(self) -> None:
-        """Recover from a loss that has hit the script, and remember for the next operation how it goes on."""
+        """Recovers from a loss that has hit the script, and remembers for the next operation how it goes on."""
         self.follow()
         self._depth += 1
         try:

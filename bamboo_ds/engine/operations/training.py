@@ -71,7 +71,7 @@ class Training(InContext):
             self.ds.global_rank = rank
 
     def run_iteration(self) -> None:
-        """What DeepSpeed executes a schedule for."""
+        """Runs the iteration that DeepSpeed executes a schedule for."""
         self.iteration.corruption.refuse()
         self._begin = time.monotonic()
         self.binding.refresh()
@@ -94,7 +94,7 @@ class Training(InContext):
         return means[0]
 
     def _replay(self, done: Mapping[str, Any], data_iter: Any) -> torch.Tensor:
-        """An iteration that the job has done."""
+        """Replays an iteration that the job has done."""
         if data_iter is not None:
             self.ds.set_data_iterator(data_iter)
         self.supply.skip(self.ds.data_iterator, self.ds.micro_batches)
@@ -207,7 +207,7 @@ class Training(InContext):
     # -- replicas that differ -----------------------------------------------------------------------------
 
     def _mend(self, mismatches: tuple[Role, ...]) -> list[Role]:
-        """Copy the state of ``mismatches`` again, but of those that differed before as well, which it returns.
+        """Copies the state of ``mismatches`` again, but of those that differed before as well, which it returns.
 
         A replica stays invalid if a loss prevents it.
         """
@@ -227,18 +227,18 @@ class Training(InContext):
         return lasting
 
     def _give_up(self, lasting: list[Role]) -> None:
-        """Tell of replicas of this member that have just been found to differ for ever.
+        """Tells of replicas of this member that have just been found to differ for ever.
 
         Raises:
             ReplicaDiffers: it is to end the job (``redundancy.on_mismatch``).
         """
-        found = dict(self.iteration.replication.differing)
+        differing = dict(self.iteration.replication.differing)
         self.iteration.replication.differing.clear()
         optimizer = type(self.binding.local.optimizer.inner).__name__
         for role in lasting:
-            if role not in found:
+            if role not in differing:
                 continue  # another member's, or told of before
-            error = ReplicaDiffers(role.pipeline, role.stage, found[role], optimizer)
+            error = ReplicaDiffers(role.pipeline, role.stage, differing[role], optimizer)
             if not self.settings.redundancy.bears:
                 raise error
             logger.error("%s", error)

@@ -1,4 +1,4 @@
-"""What a script does once for each stage, such as writing its parameters; see :func:`bamboo_ds.for_each_stage`."""
+"""Calls of a script for each stage, such as to write its parameters; see :func:`bamboo_ds.for_each_stage`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class StageVisits(InContext):
         return [results[role] for role in sorted(results, key=layout.rank)]
 
     def tell_absent(self) -> None:
-        """At the end of the script: warn of stages whose own ranks have no process that computes them."""
+        """Warns, at the end of the script, of stages whose own ranks have no process that computes them."""
         absent, rank = without_process(self.epoch.plan), self.epoch.layout.rank
         if absent and self.epoch.leads and not self.made:
             stages = ", ".join(f"{rank(role)} (stage {role.stage} of pipeline {role.pipeline})" for role in absent)
@@ -97,8 +97,8 @@ class StageVisits(InContext):
             if runtime.role not in self._results:
                 self._results[runtime.role] = self._call(runtime)
         mine = {rank(each.role): each.trains() for each in self.binding.owned() if each.role in self._frozen}
-        told = self.epoch.agreement.exchange(mine).values()
-        self._trains = {self.epoch.layout.role(int(r)): on for each in told for r, on in each.items()}
+        answers = self.epoch.agreement.exchange(mine).values()
+        self._trains = {self.epoch.layout.role(int(r)): on for trains in answers for r, on in trains.items()}
         self.commit()
 
     def _call(self, runtime: StageRuntime) -> Any:

@@ -1,4 +1,4 @@
-"""What scripts change of their stages between two operations, told to the other holders of these stages.
+"""Scripts' changes to their stages between two operations, told to the other holders of these stages.
 
 The change itself travels with the reduced gradients of the next iteration. That there is one is told before the
 iteration, so that a member that takes the stage over in it knows what it lacks::
@@ -49,7 +49,7 @@ class Announcements(InContext):
             self.tell(written=False, trained=None)
 
     def tell(self, written: bool, trained: list[bool] | None) -> None:
-        """Tell the holders of the local role's replica; they may need it for a takeover.
+        """Tells the holders of the local role's replica; they may need it for a takeover.
 
         Nothing else is sent in this iteration before they have it.
 
@@ -60,11 +60,11 @@ class Announcements(InContext):
         # What the script has assigned is compared where it is known that nothing follows: in an operation.
         sequence = self.progress.sequence if self.progress.called else _BETWEEN
         assigned = sequence, fingerprint(self.progress.script.assigned)
-        told = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
+        message = torch.tensor([self.progress.steps, written, *assigned, *(trained or ())], dtype=torch.int64)
         try:
             for channel in self.epoch.channels.of(Stream.TOLD, self.binding.local.role):
                 if channel.source == self.epoch.member:
-                    channel.send(self.progress.sequence, told)
+                    channel.send(self.progress.sequence, message)
             self.epoch.drain()
         except EpochChanged as error:
             logger.info("interrupted before operation %d: %s", self.progress.sequence, error)
@@ -77,14 +77,14 @@ class Announcements(InContext):
             self.tell(changed, trained)
 
     def listen(self) -> None:
-        """Learn what lost owners had changed or frozen when this iteration began, if they could still say so."""
+        """Learns what lost owners had changed or frozen when this iteration began, if they could still say so."""
         if not self.epoch.begun:
             return
         for replica in self.binding.replicas():
             channel = self.epoch.channels.to(Stream.TOLD, replica.role, self.epoch.member)
-            for _, told in channel.take() if channel else ():
-                assert isinstance(told, torch.Tensor)
-                step, changed, sequence, assigned, *trained = told.tolist()
+            for _, message in channel.take() if channel else ():
+                assert isinstance(message, torch.Tensor)
+                step, changed, sequence, assigned, *trained = message.tolist()
                 self.progress.script.told_assigned[replica.role] = sequence, assigned
                 if changed:
                     replica.layers.changes.note(step)
@@ -102,7 +102,7 @@ class Announcements(InContext):
             replica.train_only(trained)
 
     def check(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Stages that scripts change between two operations: a member that takes one over does not do so.
+        """Refuses a member that takes over a stage which its script changes between two operations: it would not do so.
 
         Raises:
             FatalLoss: a change is missing, or would be; on all members alike.
@@ -110,19 +110,19 @@ class Announcements(InContext):
         roles = role_changes(plan, reports, decision)
         self.progress.script.known_changes = {role: each.changes for role, each in roles.items()}
         step = max(report.steps for report in reports.values())
-        for found, what in (
+        for refused, what in (
             (lacking(roles, step) if plan.interrupts() else [], "what the script has just changed in "),
             (abandoned(roles, step), "the script that changes "),
         ):
-            if found:
+            if refused:
                 self.job.channel.need_every_rank()  # or the restart would end in the same way
-                places = [(role.pipeline, role.stage) for role in found]
+                places = [(role.pipeline, role.stage) for role in refused]
                 raise FatalLoss(places, plan.lost, self.epoch.job.newest_checkpoint(plan), what)
 
 
 @dataclass(frozen=True)
 class RoleChanges:
-    """What the owner of a role under a new plan knows of its script's changes.
+    """Changes of a role by its script, as the owner under a new plan knows them.
 
     Attributes:
         changes: as it was told of them.
@@ -136,21 +136,21 @@ class RoleChanges:
 
 
 def role_changes(plan: Plan, reports: Reports, decision: Decision) -> dict[Role, RoleChanges]:
-    """Of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
-    found = {}
+    """The changes of all roles, from the ``reports`` that the members of ``plan`` have exchanged."""
+    changes = {}
     for report in reports.values():
-        for each in report.roles:
-            role = Role(*each.role)
+        for role_report in report.roles:
+            role = Role(*role_report.role)
             away = plan.script_rank(plan.owner(role)) != plan.world.rank(role)
             delivered = decision.mode == "commit" or decision.progress[role].reduced
-            found[role] = RoleChanges(each.changes, each.state_only and away, delivered)
-    return found
+            changes[role] = RoleChanges(role_report.changes, role_report.state_only and away, delivered)
+    return changes
 
 
 def lacking(roles: Mapping[Role, RoleChanges], step: int) -> list[Role]:
     """Roles that were taken over without what their scripts have changed since the last of ``step`` steps.
 
-    Among them those of which nobody knows it: their scripts may have been lost before they could tell, where others
+    Among them those of which no member knows it: their scripts may have been lost before they could tell, where others
     have changed theirs, unless they have not done so together with these before.
     """
     changers = [each.changes for each in roles.values() if not each.taken and each.changes.last == step]

@@ -62,7 +62,7 @@ class Copies(InContext):
         return self.iteration.constructions
 
     def copy_state(self, roles: Iterable[Role], anew: bool = False) -> None:
-        """Copy the full state of ``roles`` from their owners to all that hold or build their replicas. Collective.
+        """Copies the full state of ``roles`` from their owners to all that hold or build their replicas. Collective.
 
         Args:
             roles: to be copied.
@@ -95,7 +95,7 @@ class Copies(InContext):
         self.epoch.drain()
 
     def renew(self) -> None:
-        """Make every replica anew from what its owner has now, as after a loss. Collective, between two operations.
+        """Makes every replica anew from what its owner has now, as after a loss. Collective, between two operations.
 
         Raises:
             UnsupportedError: an owner has what cannot be sent.
@@ -109,7 +109,7 @@ class Copies(InContext):
         return self.builder.build(role, state, pristine, self.builder.parks and self.epoch.plan.lending(role) is None)
 
     def follow_owner(self, role: Role, change: Callable[[StageRuntime], None]) -> None:
-        """Do to this member's copy of ``role``, if it has one, what the operation under way has done to its owner's."""
+        """Does to this member's copy of ``role``, if any, what the operation under way has done to its owner's."""
         if role in self.binding.runtimes:
             self.binding.runtimes[role].catch_up()
             change(self.binding.runtimes[role])
@@ -128,7 +128,7 @@ class Copies(InContext):
             construction.kept.append(Kept((self.progress.sequence - 1, True), follow, changed.replacement))
 
     def tell(self) -> str:
-        """How far the replicas under construction are, for people; callable from any thread."""
+        """The progress of replicas under construction, for people; callable from any thread."""
         parts = [f"{_name(c.role, self.epoch.layout)} ({c.fetch.share:.0%})" for c in list(self.constructions.values())]
         return f"copies {', '.join(parts) or 'nothing more'}"
 
@@ -147,7 +147,7 @@ class Copies(InContext):
         return without_copies(plan, lacking)
 
     def begin(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Build the replicas of ``plan``, and find out which snapshots this member has to offer.
+        """Builds the replicas of ``plan``, and finds out which snapshots this member has to offer.
 
         A copy that was begun under an earlier plan goes on where the owner is the same. No operation has been committed
         without the builder, so it has kept all that the owner has done since it began, and any snapshot that the owner
@@ -157,7 +157,7 @@ class Copies(InContext):
         Args:
             plan: the plan that begins.
             reports: of its members.
-            decision: on the operation that all go on with. Who builds a replica may be in it, and knows nothing more of
+            decision: on the operation that all go on with. A builder may be in it, and knows nothing more of
                 what its script has set before; so owners offer no snapshot before they have done it, unless all are at
                 the boundary before, or in the same iteration, which they will finish together with those that join.
         """
@@ -195,7 +195,7 @@ class Copies(InContext):
         return self.epoch.session.fetch(owner, self.epoch.plan.place(owner), key, FETCH_TIMEOUT_S)
 
     def note_position(self, moment: Moment) -> None:
-        """Remember where this member's own scheduler stands."""
+        """Remembers where this member's own scheduler stands."""
         for construction in self.constructions.values():
             construction.positions[moment] = SchedulerPosition.of(self.binding.local)
 
@@ -205,12 +205,12 @@ class Copies(InContext):
             self.snapshots.offer(key, OfferedState(moment, runtime.share.reversible, capture(runtime)))
 
     def drop_incoming(self) -> None:
-        """What this iteration's reductions have given is void."""
+        """Drops what this iteration's reductions have given."""
         for construction in self.constructions.values():
             construction.incoming = None
 
     def _give_up(self, construction: Construction) -> None:
-        """The replica is not wanted any more."""
+        """Gives up a replica that is not wanted any more."""
         self._remove(construction)
         construction.fetch.cancel()
         construction.kept.clear()  # what is to be done refers to the construction, and to gradients on the device
@@ -224,7 +224,7 @@ class Copies(InContext):
             self.job.channel.activity.telling.pop("copies", None)
 
     def advance(self, stepped: bool) -> None:
-        """At a boundary: offer the snapshots that are due, catch up with those that have arrived.
+        """Offers, at a boundary, the snapshots that are due, and catches up with those that have arrived.
 
         Args:
             stepped: optimizers have done so. Members exchange shards after that only, which a replica that catches up
@@ -242,7 +242,7 @@ class Copies(InContext):
                 construction.fetch = self._fetch(*construction.source)
 
     def complete_arrived(self, awaited: Role | None) -> None:
-        """In the middle of a long iteration: complete the copies that are there, so that others can rely on them.
+        """Completes, in the middle of a long iteration, the copies that are there, so that others can rely on them.
 
         Not that of the role whose stage the script looks at, nor where members exchange shards after a step.
 
@@ -273,13 +273,13 @@ class Copies(InContext):
 
     def _advance(self, construction: Construction) -> None:
         if construction.runtime is None:
-            found = construction.arrived()
-            if found is None:
+            snapshot = construction.arrived()
+            if snapshot is None:
                 return
-            construction.forget(found.moment)
+            construction.forget(snapshot.moment)
             pristine = construction.scheduled_by(self.binding.local.pristine)
-            construction.runtime = self._build(construction.role, found.state, pristine)
-            construction.follows = construction.position(found.moment) == SchedulerPosition.of(construction.runtime)
+            construction.runtime = self._build(construction.role, snapshot.state, pristine)
+            construction.follows = construction.position(snapshot.moment) == SchedulerPosition.of(construction.runtime)
         begin, count = time.monotonic(), 0
         whole = construction.runtime is self.binding.local  # the script looks at it
         while construction.kept and (whole or count < 2 or time.monotonic() - begin < _CATCH_UP_S):
@@ -289,7 +289,7 @@ class Copies(InContext):
             self._complete(construction)
 
     def _complete(self, construction: Construction) -> None:
-        """The replica is complete: from now on it is one like any other."""
+        """Makes a complete replica one like any other from now on."""
         role, runtime = construction.role, construction.runtime
         assert runtime is not None
         self.binding.runtimes[role] = runtime
@@ -312,7 +312,7 @@ class Copies(InContext):
         return tuple(self.epoch.layout.rank(r.role) for r in self.binding.replicas() if r.verification.valid)
 
     def tell_replicas(self) -> None:
-        """Tell the control plane which epoch this member has entered, what it holds, and what it may share."""
+        """Tells the control plane which epoch this member has entered, what it holds, and what it may share."""
         # The check of the first steps is one of whole stages, and replicas are where they were when it began.
         owners = () if self.iteration.checks.on else self.binding.owned()
         known = {self.epoch.layout.rank(r.role): r for r in owners if r.stage.cuts is not None}
@@ -336,7 +336,7 @@ class Copies(InContext):
         self.job.channel.report_state(state)
 
     def close(self) -> None:
-        """End."""
+        """Gives up all copies and offers."""
         for construction in list(self.constructions.values()):
             self._give_up(construction)
         self.snapshots.close()

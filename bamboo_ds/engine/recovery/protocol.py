@@ -58,7 +58,7 @@ class RecoveryProtocol(InContext):
     _told_away: bool = field(default=False, init=False)
 
     def run(self) -> Decision:
-        """Enter the newest epoch and agree with its other members on how to go on::
+        """Enters the newest epoch and agrees with its other members on how to go on::
 
             loss noticed --> plan --> channels --> roles --> reports <--> those of all members
                                                              |
@@ -90,8 +90,8 @@ class RecoveryProtocol(InContext):
             self.saves.follow(plan)
             self.progress.seen = self.progress.seen.plus(0.0, int(bool(plan.lost)))
         with self.recording.span(Kind.AGREE):
-            told = self.epoch.agreement.exchange(self.report().model_dump_json())
-            reports = {member: MemberReport.model_validate_json(text) for member, text in told.items()}
+            texts = self.epoch.agreement.exchange(self.report().model_dump_json())
+            reports = {member: MemberReport.model_validate_json(text) for member, text in texts.items()}
             plan = self.epoch.plan = self.copies.planned(plan, reports)
             decision = self._decide(plan, reports)
             logger.info("agreed to %s operation %d", decision.mode, decision.step)
@@ -108,12 +108,12 @@ class RecoveryProtocol(InContext):
         return decision
 
     def enter(self, plan: Plan) -> None:
-        """Attach to ``plan``'s epoch."""
+        """Attaches to ``plan``'s epoch."""
         self.epoch.enter(plan)
         self.iteration.replication.mismatches.begin()
 
     def _decide(self, plan: Plan, reports: Reports) -> Decision:
-        """The same decision on all members, and what follows from it for what they do besides the operation."""
+        """Makes the decision, the same on all members, and does what follows from it besides the operation."""
         self._check_setup(plan, reports)
         self.epoch.note_devices(report.device for report in reports.values())
         self._tell_away(plan)
@@ -129,7 +129,7 @@ class RecoveryProtocol(InContext):
         return decision
 
     def _tell_away(self, plan: Plan) -> None:
-        """Tell once that nobody does with a stage what only its own lost script would do."""
+        """Tells once that no member does with a stage what only its own lost script would do."""
         away = without_process(plan)
         if away and self.epoch.leads and not self._told_away:
             self._told_away = True
@@ -141,7 +141,7 @@ class RecoveryProtocol(InContext):
             )
 
     def _join(self, decision: Decision, reports: Reports) -> None:
-        """This member is admitted: take over from the others' ``reports`` where the job stands."""
+        """Takes over, as this member is admitted, from the others' ``reports`` where the job stands."""
         newest, informed = newest_of(reports)
         sources = [(member, self.epoch.plan.place(member)) for member in informed]
         progress = self.progress
@@ -156,12 +156,12 @@ class RecoveryProtocol(InContext):
         self.adopt(newest)
 
     def adopt(self, facts: JobFacts) -> None:
-        """Go by what the members of the job go by."""
+        """Takes over the facts that the members of the job go by."""
         self.progress.seed, self.progress.checksums, self.saves.nonce = facts.seed, facts.checksums, facts.nonce
         self.iteration.checks.begin(facts.exact)
 
     def _check_setup(self, plan: Plan, reports: Reports) -> None:
-        """Raise ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
+        """Raises ``FatalLoss``, on all members alike, where a loss hits what scripts set up before they train."""
         begun = max(report.step for report in reports.values())
         lost = [member for member in self.agreed if member not in plan.members]
         if lost and not begun and any(report.script.open for report in reports.values()):
@@ -169,7 +169,7 @@ class RecoveryProtocol(InContext):
         self.agreed = plan.members
 
     def _prepare(self, plan: Plan, reports: Reports, decision: Decision) -> None:
-        """Bring what this member holds of the interrupted operation to where it goes on."""
+        """Brings what this member holds of the interrupted operation to where it goes on."""
         behind = self.epoch.member in decision.behind
         if behind:
             self.supply.drop()
@@ -184,7 +184,7 @@ class RecoveryProtocol(InContext):
             self.iteration.replication.exchange_shards()
 
     def report(self) -> MemberReport:
-        """What this member tells the others."""
+        """This member's report to the others."""
         layout = self.epoch.layout
         roles = [
             RoleReport(

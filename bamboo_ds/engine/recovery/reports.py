@@ -1,4 +1,4 @@
-"""What the members of a new plan tell each other before they go on, and the decision that follows from it."""
+"""Reports of a new plan's members to each other before they go on, and the decision that follows from them."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ class _Report(BaseModel):
 
 
 class JobFacts(_Report):
-    """What all members go by.
+    """The facts that all members go by.
 
     Attributes:
         seed: of the generators of passes and steps.
         nonce: names this run of the job in the ids of its saves.
         checksums: micro-batches get checksums.
-        exact: how many first steps are checked; 0: none any more.
+        exact: the number of first steps that are checked; 0: none any more.
     """
 
     seed: int
@@ -37,13 +37,13 @@ class JobFacts(_Report):
 
 
 class StartReport(JobFacts):
-    """What a member tells the others when its engine is built; what the member that leads tells counts for all.
+    """A member's report to the others when its engine is built; that of the member that leads counts for all.
 
     Attributes:
         resumed: folder and tag of the checkpoint that the job goes on from, if it was started again.
         flags: settings of the process that decide how tensors are computed; all members must have the same.
-        device: that the member computes on, by a name that no other of the job's devices has; ``None``: none that has
-            memory of its own.
+        device: that the member computes on, by a name that no other of the job's devices has; ``None`` without memory
+            of its own.
     """
 
     resumed: tuple[str, str] | None
@@ -52,7 +52,7 @@ class StartReport(JobFacts):
 
 
 class RoleReport(_Report):
-    """What the owner of a role holds of the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
+    """The owner's state of a role in the current iteration; see :class:`~bamboo_ds.schedule.RoleProgress`.
 
     Attributes:
         role: pipeline and stage.
@@ -69,7 +69,7 @@ class RoleReport(_Report):
 
 
 class ScriptReport(_Report):
-    """Where a member is among the script's own collectives and messages (:mod:`bamboo_ds.comm.calls.script`)."""
+    """A member's place among the script's collectives and messages (:mod:`bamboo_ds.comm.calls.script`)."""
 
     gap: int
     done: dict[str, int]
@@ -80,7 +80,7 @@ class ScriptReport(_Report):
 
 
 class MemberReport(JobFacts):
-    """What one member tells the others at the beginning of an epoch.
+    """One member's report to the others at the beginning of an epoch.
 
     Attributes:
         step: operations that it has committed and finished; it is in operation ``step``.
@@ -132,7 +132,7 @@ class MemberReport(JobFacts):
     device: str | None
 
     def script_facts(self) -> dict[str, Any]:
-        """What the script's collectives agree by."""
+        """Facts by which the script's collectives agree."""
         return {"joining": self.joining, "script": self.script.model_dump()}
 
 
@@ -141,7 +141,7 @@ Reports = Mapping[str, MemberReport]
 
 
 def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collection[int]) -> Decision:
-    """How the interrupted operation goes on; equal on all members. What is resumed from is settled.
+    """The decision on the interrupted operation; equal on all members. What is resumed from is settled.
 
     Args:
         reports: of all members.
@@ -149,22 +149,22 @@ def decision_of(reports: Reports, plan: Plan, micro_batches: int, tied: Collecti
         micro_batches: of an iteration.
         tied: stages that hold weights of other stages, too.
     """
-    told = {member: report for member, report in reports.items() if not report.joining}
-    step = max((report.step for report in told.values()), default=0)
+    present = {member: report for member, report in reports.items() if not report.joining}
+    step = max((report.step for report in present.values()), default=0)
     records = {}
-    for member, report in told.items():
-        roles = {Role(*each.role): _progress(plan, each, report.step, told, step) for each in report.roles}
+    for member, report in present.items():
+        roles = {Role(*each.role): _progress(plan, each, report.step, present, step) for each in report.roles}
         records[member] = MemberProgress(report.step, report.entered, roles, report.commit)
-    found = decide(records, plan.world)
-    if found.mode == "commit" and all(report.repeatable for report in reports.values()):
-        return found
-    return replace(found, mode="resume", progress=settle(plan.world, micro_batches, found.progress, tied))
+    decision = decide(records, plan.world)
+    if decision.mode == "commit" and all(report.repeatable for report in reports.values()):
+        return decision
+    return replace(decision, mode="resume", progress=settle(plan.world, micro_batches, decision.progress, tied))
 
 
 def _progress(plan: Plan, mine: RoleReport, step: int, reports: Reports, newest: int) -> RoleProgress:
     """Progress of a role, from the reports of its owner and of its shadow.
 
-    Who has not begun computes what the plan says, and whoever has begun goes on with that. Where the two do not fit
+    A member that has not begun computes what the plan says, and one that has begun goes on. Where the two do not fit
     together, the owner computes what the shadow would have.
 
     Args:

@@ -1,4 +1,4 @@
-"""What a plan makes of the roles on one member: which it computes from now on, and from where."""
+"""The roles of one member under a plan: those that it computes from now on, and from where."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class RoleTransfer(InContext):
     builder: StageBuilder
 
     def doubt_passes(self) -> None:
-        """Where collectives in passes run behind the host, a loss may have cut off those of any pass of the iteration.
+        """Doubts the iteration's passes where collectives in them run behind the host: a loss may have cut them off.
 
         None of them has told. Passes whose sums count as reduced are whole: the reduction has made sure of that.
         """
@@ -37,7 +37,7 @@ class RoleTransfer(InContext):
                 share.partial_pass = share.partial_pass or (share.begun and runtime.results.reduced is None)
 
     def follow(self, plan: Plan) -> None:
-        """Make the runtimes those that ``plan`` gives to this member, from what it holds already.
+        """Makes the runtimes those that ``plan`` gives to this member, from what it holds already.
 
         Replicas whose owner was lost become owners; owners become replicas where the plan says so (what both hold
         is equal between iterations, and sums that are in progress are the owner's alone); what the plan does not
@@ -137,7 +137,7 @@ class RoleTransfer(InContext):
         return forwards, backwards, kept
 
     def _seen(self, progress: Mapping[Role, RoleProgress], role: Role, index: int, step: int) -> int:
-        """Of how many passes of a part the next part or stage (``step`` 1), or the one before, has used the results."""
+        """The number of a part's passes with results used by the next part or stage (``step`` 1), or the one before."""
         parts = progress[role].parts
         if 0 <= index + step < len(parts):
             beside = parts[index + step]

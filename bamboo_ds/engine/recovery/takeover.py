@@ -36,7 +36,7 @@ class Takeover(InContext):
     announcements: Announcements
 
     def run(self, operation: Operation) -> None:
-        """Run ``operation`` until it commits::
+        """Runs ``operation`` until it commits::
 
             attempt ---committed--------------------> finish --> boundary
              |   ^                                      ^
@@ -63,7 +63,7 @@ class Takeover(InContext):
             self._cross_boundary(operation, outcome, time.monotonic() - begin)
 
     def _attempt(self, operation: Operation) -> Outcome:
-        """Do what the last recovery has decided on, or all of ``operation``."""
+        """Does what the last recovery has decided on, or all of ``operation``."""
         decision = self.progress.operation.pending
         try:
             if operation.draws:
@@ -101,7 +101,7 @@ class Takeover(InContext):
         return Outcome.INTERRUPTED
 
     def _cross_boundary(self, operation: Operation, outcome: Outcome, seconds: float) -> None:
-        """The operation is finished, after ``seconds``: what members do before the script goes on."""
+        """Does what members do before the script goes on: the operation is finished, after ``seconds``."""
         self.progress.end_operation()
         self.progress.script.at_boundary = True
         self.collectives.begin_gap(self.progress.sequence)
@@ -154,7 +154,7 @@ class Takeover(InContext):
                 raise FatalLoss([(role.pipeline, role.stage)], plan.lost, checkpoint, part)
 
     def _await_source(self) -> None:
-        """Wait for members that can draw the batches of all pipelines; the leader has them started.
+        """Waits for members that can draw the batches of all pipelines; the leader has them started.
 
         Raises:
             EpochChanged: there is a new plan.
@@ -177,7 +177,7 @@ class Takeover(InContext):
     # -- between operations -------------------------------------------------------------------------------
 
     def recover_between(self, where: str) -> bool:
-        """Enter the newest epoch between two operations; whether that took one attempt."""
+        """Enters the newest epoch between two operations; returns whether that took one attempt."""
         attempts = 0
         while True:
             attempts += 1
@@ -188,7 +188,7 @@ class Takeover(InContext):
                 logger.info("interrupted %s: %s", where, error)
 
     def _await_plan(self, patience_s: float) -> None:
-        """All copies are complete: the leader writes the plan that they were made for."""
+        """Waits for the plan that the copies, now complete, were made for: the leader writes it."""
         self.job.channel.await_boundary(self.epoch.plan.epoch, patience_s)
         try:
             self.epoch.switch_due = self.iteration.commits.all_know_more()
@@ -197,7 +197,7 @@ class Takeover(InContext):
             self.recover_between("at a boundary")
 
     def _switch(self, begin: float) -> None:
-        """Enter the plan that all members know of, at the boundary where all of them are since ``begin``."""
+        """Enters the plan that all members know of, at the boundary where all of them are since ``begin``."""
         before = self.epoch.plan
         self.epoch.switch_due = False
         undisturbed = True

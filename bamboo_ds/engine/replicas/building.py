@@ -43,7 +43,7 @@ class StageBuilder(InContext):
     """Builds runtimes.
 
     Attributes:
-        compiled_with: how the script has had the modules compiled, if it has.
+        compiled_with: the way in which the script has had the modules compiled, if it has.
     """
 
     compiled_with: dict[str, Any] | None = None
@@ -79,7 +79,7 @@ class StageBuilder(InContext):
 
     @property
     def resident(self) -> str | None:
-        """Why replicas stay on this member's device; ``None``: they can wait in host memory, if it has one."""
+        """The reason why replicas stay on this member's device; ``None`` if they can wait in host memory."""
         if not self.settings.redundancy.park:
             return "redundancy.park is false"
         if self.mode.eager_forward and self.mode is not RedundancyMode.AUTO:
@@ -93,7 +93,6 @@ class StageBuilder(InContext):
         """A runtime for ``role`` with ``state``; not yet one of this member's.
 
         Args:
-            role: the role.
             state: what :func:`.replica.capture` gave on its owner.
             pristine: what its scheduler is made of, if it is one that scripts have brought.
             parked: in host memory; the local one never is.
@@ -141,7 +140,7 @@ class StageBuilder(InContext):
             self.ds.timers = timers
 
     def move(self, runtime: StageRuntime, parked: bool) -> None:
-        """Move a runtime between host memory and the device; for its owner and for passes it has to be there.
+        """Moves a runtime between host memory and the device; for its owner and for passes it has to be there.
 
         It has begun no passes, or they are forgotten. What members have sent for its step stays where it is.
 
@@ -175,7 +174,7 @@ class StageBuilder(InContext):
             self.restore(runtime, state)
 
     def park(self, plan: Plan) -> None:
-        """Park the replicas that have computed nothing in this iteration, and under ``plan`` do not.
+        """Parks the replicas that have computed nothing in this iteration, and under ``plan`` do not.
 
         But for the local one, which is the script's own.
         """
@@ -185,21 +184,21 @@ class StageBuilder(InContext):
                 self.move(runtime, parked=True)
 
     def place(self, plan: Plan) -> None:
-        """Have replicas where they are to be under ``plan``: parked, or on the device; tell it where that changes.
+        """Has replicas where they are to be under ``plan``: parked, or on the device; tells it where that changes.
 
         Those that the device has no room for stay parked until the next plan.
         """
-        found = self._foreign()
-        if staging.current() is None or not found:
+        foreign = self._foreign()
+        if staging.current() is None or not foreign:
             return
         self.park(plan)
         resident = self.resident
-        for runtime in found:
+        for runtime in foreign:
             if resident is not None:
                 self.move(runtime, parked=False)
             elif self._ahead(plan, runtime.role):
                 self._bring(runtime, plan)
-        self._tell_placed(found, *self._placed(plan, resident))
+        self._tell_placed(foreign, *self._placed(plan, resident))
 
     def _foreign(self) -> list[StageRuntime]:
         return [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
@@ -249,7 +248,7 @@ class StageBuilder(InContext):
         )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:
-        """Make ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
+        """Makes ``runtime`` equal to ``state``. The attributes of what is bound must be up to date."""
         restore(runtime, state)
         if runtime is self.binding.current:
             self.binding.reload()
@@ -301,7 +300,7 @@ class StageBuilder(InContext):
         return runtime
 
     def _make_module(self, runtime: StageRuntime, state: Any) -> None:
-        """Give the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
+        """Gives the bound ``runtime`` the module of its role, like the one that ``state`` is of."""
         ds, local = self.ds, self.binding.local
         module = build_stage_module(local.module, runtime.role.stage, runtime.device(ds.device))
         with left_alone(ds.device), self.groups.alone(INSTALLER):
@@ -321,7 +320,7 @@ class StageBuilder(InContext):
         module.train()
 
     def _make_optimizer(self, runtime: StageRuntime, state: Any) -> None:
-        """Give the bound ``runtime`` an optimizer and a scheduler over its module, made as those of ``state``."""
+        """Gives the bound ``runtime`` an optimizer and a scheduler over its module, made as those of ``state``."""
         ds, local, module = self.ds, self.binding.local, runtime.module
         ds.param_names = {p: n for n, p in module.named_parameters()}
         own, wrapper = local.attributes["basic_optimizer"], local.attributes["optimizer"]
@@ -344,7 +343,7 @@ class StageBuilder(InContext):
         runtime.optimizer = stage_optimizer(ds, self.groups, runtime)
 
     def note_optimizer(self, optimizer: torch.optim.Optimizer) -> PristineOptimizer:
-        """What replicas' optimizers are made of: this member's own, as it is when it is first noted."""
+        """Notes the template of replicas' optimizers: this member's own, as it is when it is first noted."""
         if self._pristine is None or self._pristine.original is not optimizer:
             self._pristine = PristineOptimizer(optimizer)
         return self._pristine
@@ -359,17 +358,17 @@ class StageBuilder(InContext):
 
 
 def relocate(module: nn.Module, device: torch.device) -> None:
-    """Move ``module`` to ``device``, with the marks and the hooks that a script has put on its parameters.
+    """Moves ``module`` to ``device``, with the marks and the hooks that a script has put on its parameters.
 
     Between host memory and most devices parameters stay the objects that they are; on others torch makes new ones.
     """
     before = dict(module.named_parameters(remove_duplicate=False))
     module.to(device)
-    found: dict[int, nn.Parameter] = {}  # by the original: one that layers share stays one
+    moved: dict[int, nn.Parameter] = {}  # by the original: one that layers share stays one
     for name, original in before.items():
         path, _, attribute = name.rpartition(".")
         holder = module.get_submodule(path)
-        parameter = found.setdefault(id(original), getattr(holder, attribute))
+        parameter = moved.setdefault(id(original), getattr(holder, attribute))
         if parameter is original:
             continue
         setattr(holder, attribute, parameter)

@@ -44,7 +44,7 @@ Moment = tuple[int, bool]
 
 @dataclass(frozen=True)
 class OfferedState:
-    """What an owner offers.
+    """The state that an owner offers.
 
     Attributes:
         moment: when it was taken.
@@ -60,7 +60,7 @@ class OfferedState:
 
 @dataclass(frozen=True)
 class Kept:
-    """What the job has done since the copy was begun, and a snapshot may not contain.
+    """Something that the job has done since the copy was begun, and that a snapshot may not contain.
 
     Attributes:
         moment: when it was done: a snapshot of that moment contains it.
@@ -80,7 +80,6 @@ class Construction:
     Attributes:
         role: whose.
         source: the member that offers the snapshot, and its key.
-        fetch: the transfer.
         begun: monotonic seconds.
         incoming: results of the current iteration, and which parameters are trainable, if that has changed before it.
         kept: iterations since the copy was begun, what evaluations have changed, what the script has set.
@@ -112,7 +111,7 @@ class Construction:
         return self.runtime is not None or (found is not None and found.begins)
 
     def forget(self, moment: Moment) -> None:
-        """Drop what is kept and a snapshot of ``moment`` contains."""
+        """Drops what is kept and a snapshot of ``moment`` contains."""
         while self.kept and self.kept[0].moment <= moment:
             self.kept.popleft()
 
@@ -122,7 +121,7 @@ class Construction:
         return self.positions[known] if known is not None else None
 
     def scheduled_by(self, now: Pristine | None) -> Pristine | None:
-        """What the snapshot's scheduler was made of, where those of later operations are made of ``now``."""
+        """The template of the snapshot's scheduler, where those of later operations are made of ``now``."""
         replaced = next((each.replacement for each in self.kept if each.replacement is not None), None)
         return now if replaced is None else replaced.before
 
@@ -157,14 +156,14 @@ class Snapshots:
         return sorted(self._due.items())
 
     def offer(self, key: str, snapshot: OfferedState) -> None:
-        """Copy ``snapshot`` as it is now and offer it under ``key``."""
+        """Copies ``snapshot`` as it is now and offers it under ``key``."""
         text, tensors = split(vars(snapshot))
         self._offers.offer(key, text, [bare(t).to("cpu", copy=True).contiguous() for t in tensors])
         self._offered.add(key)
         del self._due[key]
 
     def close(self) -> None:
-        """Offer nothing any more."""
+        """Stops offering."""
         self._offers.close()
 
 

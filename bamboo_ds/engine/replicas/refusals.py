@@ -1,4 +1,4 @@
-"""What a script has given to its own stage or optimizer and replicas cannot have: found, and refused with a cure."""
+"""Refusals, with a cure, of what a script has given to its own stage or optimizer and replicas cannot have."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ Hooks: TypeAlias = "Counter[tuple[str, str, str]]"
 
 
 def check_layers(module: nn.Module) -> None:
-    """Refuse layers with sparse gradients.
+    """Refuses layers with sparse gradients.
 
     Raises:
         UnsupportedError: names the layers.
@@ -39,7 +39,7 @@ def check_layers(module: nn.Module) -> None:
 
 
 def check_gradients(module: nn.Module) -> None:
-    """Refuse sparse gradients that no layer has announced.
+    """Refuses sparse gradients that no layer has announced.
 
     Raises:
         UnsupportedError: names the parameters.
@@ -56,25 +56,25 @@ def check_gradients(module: nn.Module) -> None:
 
 
 def registered() -> int:
-    """How many hooks of any kind have been registered in this process; each is kept under its number."""
+    """The number of hooks registered in this process, of any kind; each is kept under its number."""
     return int(RemovableHandle.next_id)
 
 
 def hooks_of(module: nn.Module, since: int = 0) -> Hooks:
     """The hooks of ``module``'s parts and parameters, those from number ``since`` on."""
-    found: Hooks = Counter()
+    counts: Hooks = Counter()
     for name, part in module.named_modules():
         where = f"module {name!r}" if name else "the PipelineModule"
         for kind, hooks in vars(part).items():
             if kind.endswith("_hooks") and isinstance(hooks, dict):
-                found.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
+                counts.update((where, kind.strip("_"), _name(hook)) for n, hook in hooks.items() if n >= since)
     for name, parameter in module.named_parameters():
         for kind in ("_backward_hooks", "_post_accumulate_grad_hooks"):
             hooks = getattr(parameter, kind, None)
             if hooks:
                 place = f"parameter {name!r}", kind.strip("_")
-                found.update((*place, _name(hook)) for n, hook in hooks.items() if n >= since)
-    return found
+                counts.update((*place, _name(hook)) for n, hook in hooks.items() if n >= since)
+    return counts
 
 
 def compiled_in(module: nn.Module) -> frozenset[str]:
@@ -93,7 +93,7 @@ def refuse_compiled(found: Collection[str]) -> None:
 
 
 def check_hooks(module: Any) -> None:
-    """Refuse hooks and compiled layers that another copy of this stage, built from the same layers, would not have.
+    """Refuses hooks and compiled layers that another copy of this stage, built from the same layers, would not have.
 
     Args:
         module: a ``PipelineModule`` to which only the script has done anything so far.
@@ -131,7 +131,7 @@ _IN_CPP = {
 
 
 def check_optimizer(optimizer: Any, copied: bool) -> None:
-    """Refuse an optimizer with state that no other copy of the stage can have.
+    """Refuses an optimizer with state that no other copy of the stage can have.
 
     Args:
         optimizer: the script's or DeepSpeed's.
@@ -151,13 +151,13 @@ def check_optimizer(optimizer: Any, copied: bool) -> None:
     check_step(optimizer)
     kinds = [kind.__name__ for kind in type(optimizer).__mro__ if kind.__module__.startswith("deepspeed.ops.")]
     device = next((p.device.type for group in optimizer.param_groups for p in group["params"]), "cpu")
-    found = next((name for name in kinds if name in _IN_CPP and device == "cpu"), None)
-    if copied and found:
-        raise _in_cpp(found)
+    refused = next((name for name in kinds if name in _IN_CPP and device == "cpu"), None)
+    if copied and refused:
+        raise _in_cpp(refused)
 
 
 def check_named_optimizer(config: Any, copied: bool) -> None:
-    """As :func:`check_optimizer` of what ``config`` has DeepSpeed make, which on processors takes minutes to compile.
+    """Does as :func:`check_optimizer` for what ``config`` has DeepSpeed make, which on processors compiles for minutes.
 
     Raises:
         UnsupportedError: names it, and what to use.
@@ -176,7 +176,7 @@ def _in_cpp(kind: str) -> UnsupportedError:
 
 
 def check_step(optimizer: Any) -> None:
-    """Refuse a ``step`` that the script has put into its optimizer.
+    """Refuses a ``step`` that the script has put into its optimizer.
 
     Raises:
         UnsupportedError: names the optimizer.
@@ -202,7 +202,7 @@ def optimizer_hooks(optimizer: Any) -> dict[str, Any]:
 
 
 def check_optimizer_hooks(optimizer: Any) -> None:
-    """Refuse hooks that would change another stage's optimizer or parameters than those they are passed.
+    """Refuses hooks that would change another stage's optimizer or parameters than those they are passed.
 
     Raises:
         UnsupportedError: names the hook and what it uses.

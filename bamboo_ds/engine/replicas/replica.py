@@ -96,7 +96,6 @@ def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
     torch copies no attributes of parameters.
 
     Args:
-        value: the module or tensor.
         what: it is in the stage, for errors.
         copies: what was copied before, by ``id``.
 
@@ -123,13 +122,13 @@ def _copied(value: Any, what: str, copies: dict[int, Any]) -> Any:
 def _culprit(value: Any) -> str:
     """The attribute of a module that cannot be copied."""
     for path, part in value.named_modules() if isinstance(value, nn.Module) else ():
-        for name, each in vars(part).items():
+        for name, attribute in vars(part).items():
             if name == "_modules":
                 continue
             try:
-                copy.deepcopy(each)
+                copy.deepcopy(attribute)
             except Exception:  # as above
-                return f": because of attribute {f'{path}.' if path else ''}{name}, a {type(each).__name__}"
+                return f": because of attribute {f'{path}.' if path else ''}{name}, a {type(attribute).__name__}"
     return ""
 
 
@@ -157,7 +156,7 @@ def with_own_parts(spec: Any, copies: dict[int, Any], what: str = "a layer") -> 
 
 
 def structure_of(module: nn.Module) -> dict[str, str]:
-    """What the parts of a stage are, by their names: what all copies must have alike."""
+    """The kinds of a stage's parts, by name, which all copies must have alike."""
     found = {}
     for name, part in module.named_modules():
         own = ", its forward is one of the script's" if "forward" in vars(part) else ""
@@ -166,7 +165,7 @@ def structure_of(module: nn.Module) -> dict[str, str]:
 
 
 def check_structure(module: nn.Module, state: Tree) -> None:
-    """Compare ``module``, a copy of a stage, with its owner's, whose ``state`` is what :func:`capture` gave.
+    """Compares ``module``, a copy of a stage, with its owner's, whose ``state`` is what :func:`capture` gave.
 
     Raises:
         UnsupportedError: the script has changed the owner's after its layers were built.
@@ -221,7 +220,7 @@ def capture(runtime: StageRuntime) -> Tree:
 
 
 def restore(runtime: StageRuntime, state: Tree) -> None:
-    """Make ``runtime`` equal to the state that :func:`capture` gave on its owner."""
+    """Makes ``runtime`` equal to the state that :func:`capture` gave on its owner."""
     runtime.pending = None  # of the state before
     parameters = list(runtime.module.parameters())
     if len(parameters) != len(state["parameters"]):

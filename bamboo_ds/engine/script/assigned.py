@@ -1,4 +1,4 @@
-"""What a script assigns after ``deepspeed.initialize``: to its engine, PipelineModule, optimizer and scheduler.
+"""Assignments of a script after ``deepspeed.initialize``: to its engine, PipelineModule, optimizer and scheduler.
 
 Each copy of a stage has objects of its own of these. An attribute is *followed* (a member gives the value to all roles
 that it has or gets, since every member's script assigns the same), *refused* with a cure, or *own*: no copy of a stage
@@ -29,7 +29,7 @@ from ..stage.tracing import content_checksum
 
 @dataclass(frozen=True)
 class Treatment:
-    """What becomes of an attribute that a script assigns."""
+    """The treatment of an attribute that a script assigns."""
 
     kind: str
     cure: str = ""
@@ -102,7 +102,7 @@ Values = Mapping[str, Mapping[str, Any]]
 
 
 def values_of(runtime: StageRuntime) -> Values:
-    """Of ``runtime``, whose attributes must be up to date."""
+    """The values of ``runtime``, whose attributes must be up to date."""
     own = runtime.attributes
     basic, wrapper = own.get("basic_optimizer"), own.get("optimizer")
     names = (name for name, treatment in ENGINE.items() if treatment is not OWN and name not in COUNTERS)
@@ -126,19 +126,19 @@ def without_scheduler_and_module(values: Values, before: Values) -> Values:
 
 
 def newly_assigned(values: Values, before: Values) -> Values:
-    """What of ``values`` has been assigned since they were as ``before``.
+    """The ``values`` that have been assigned since they were as ``before``.
 
     Raises:
         UnsupportedError: copies of the stage cannot follow; names the attribute and what to do.
     """
-    found: dict[str, dict[str, Any]] = {}
+    assigned: dict[str, dict[str, Any]] = {}
     for place, mine in values.items():
         known = before.get(place, {})
         changed = {name: value for name, value in mine.items() if not _same(value, known.get(name, _MISSING))}
         if changed:
             _check(place, changed)
-            found[place] = changed
-    return found
+            assigned[place] = changed
+    return assigned
 
 
 def replaces_scheduler(values: Values) -> bool:
@@ -192,7 +192,7 @@ def _plain(value: Any) -> bool:
 
 
 def _check(place: str, changed: Mapping[str, Any]) -> None:
-    """Refuse what copies of the stage cannot follow.
+    """Refuses what copies of the stage cannot follow.
 
     Raises:
         UnsupportedError: names the attribute and what to do.
@@ -217,12 +217,12 @@ def parts_in(values: Values) -> set[str]:
 
 
 def described(values: Values) -> dict[str, str]:
-    """What members compare of what was assigned, by the attributes' names."""
+    """Assigned values as members compare them, by the attributes' names."""
     return {f"{place}.{name}": describe(value) for place, mine in values.items() for name, value in mine.items()}
 
 
 def give_attributes(values: Values, source: Any, runtime: StageRuntime) -> None:
-    """Assign the same to ``runtime``, another role's, but for the scheduler; ``source``: the script's module."""
+    """Assigns the same to ``runtime``, another role's, but for the scheduler; ``source``: the script's module."""
     own = runtime.attributes
     if values.get(_MODULE):
         give_to_module(values[_MODULE], source, own["module"])
@@ -238,7 +238,7 @@ def give_attributes(values: Values, source: Any, runtime: StageRuntime) -> None:
 
 
 def give_to_module(values: Mapping[str, Any], mine: Any, other: Any) -> None:
-    """Assign to ``other``, another stage's ``PipelineModule``, what the script has assigned to ``mine``."""
+    """Assigns to ``other``, another stage's ``PipelineModule``, what the script has assigned to ``mine``."""
     theirs = _parts_of(other)
     copies: dict[int, Any] = {id(mine): other}
     copies.update({id(part): theirs[name] for name, part in _parts_of(mine).items() if name in theirs})
@@ -265,7 +265,7 @@ NOT_ALIKE: Final = (
 
 
 def fingerprint(assigned: Mapping[str, str]) -> int:
-    """Of what :func:`described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
+    """The fingerprint of what :func:`described` gave of all that was assigned so far: 20 bits; 0 for nothing."""
     return zlib.crc32(repr(sorted(assigned.items())).encode()) & 0xFFFFF if assigned else 0
 
 
@@ -275,7 +275,7 @@ def agree(count: int, total: float, squares: float) -> bool:
 
 
 def differing(told: Mapping[str, Mapping[str, str]]) -> str:
-    """What members that were ``told`` to have assigned something have not assigned alike, in words."""
+    """The attributes that members, by what they have ``told``, have not assigned alike, in words."""
     names = sorted({name for assigned in told.values() for name in assigned})
     found = []
     for name in names:
@@ -286,7 +286,7 @@ def differing(told: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def describe(value: Any, depth: int = _DEPTH) -> str:
-    """Equal for values that scripts on two ranks have assigned alike."""
+    """A text that is equal for values that scripts on two ranks have assigned alike."""
     if isinstance(value, SCALARS) or not depth:
         return repr(value) if isinstance(value, SCALARS) else type(value).__qualname__
     if torch.is_tensor(value):

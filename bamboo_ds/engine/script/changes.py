@@ -1,4 +1,4 @@
-"""What a script changes on its engine between two operations: counters, learning rates and the like, weights.
+"""Changes of a script on its engine between two operations: counters, learning rates and the like, weights.
 
 It changes them for the role that it runs as, and every member's script does the same; so a member gives the change of
 counters and learning rates to all its roles, replicas among them. Weights are its role's own: those that are changed
@@ -40,7 +40,7 @@ CURE = "do it in the `step` of an optimizer of your own, which all copies of a s
 
 @dataclass(frozen=True)
 class Adjustable:
-    """What a script may set, of one role.
+    """The settings that a script may change, of one role.
 
     Attributes:
         runtime: that role's.
@@ -58,7 +58,7 @@ class Adjustable:
 
     @classmethod
     def of(cls, runtime: StageRuntime) -> Adjustable:
-        """Of ``runtime``, whose attributes must be up to date."""
+        """The settings of ``runtime``, whose attributes must be up to date."""
         own = runtime.attributes
         scheduler, groups = own.get("lr_scheduler"), settings_of(own["basic_optimizer"], nested=True)
         position = None if scheduler is None else bits(scheduler.state_dict())
@@ -69,7 +69,7 @@ class Adjustable:
         return replace(self, values=without_scheduler_and_module(self.values, before))
 
     def since(self, before: Adjustable, shared: tuple[Any, ...] = ()) -> Adjusted:
-        """What has been set since ``before``.
+        """The settings that have changed since ``before``.
 
         Args:
             before: of the same role.
@@ -108,7 +108,7 @@ class Replacement:
 
     Attributes:
         before: what the one before was made of, if a script has brought it.
-        pristine: what the new one was made of; ``None``: there is none any more.
+        pristine: what the new one was made of; ``None`` without a new one.
     """
 
     before: Pristine | None
@@ -117,7 +117,7 @@ class Replacement:
 
 @dataclass(frozen=True)
 class Adjusted:
-    """What a script has set between two calls.
+    """The settings that a script has changed between two calls.
 
     Attributes:
         counters: of the engine.
@@ -141,7 +141,7 @@ class Adjusted:
         return any((self.counters, *self.groups, self.values, self.state is not None))
 
     def give(self, runtime: StageRuntime) -> None:
-        """Set the same on ``runtime``.
+        """Sets the same on ``runtime``.
 
         Raises:
             UnsupportedError: the groups were set to different values, and ``runtime`` has another number of them.
@@ -192,7 +192,7 @@ class Adjusted:
 
 
 class Weights:
-    """What the ``layers`` of one stage keep, as the engine has left it to the script."""
+    """The state that the ``layers`` of one stage keep, as the engine has left it to the script."""
 
     def __init__(self, layers: Layers) -> None:
         self._layers = layers
@@ -213,43 +213,43 @@ class Weights:
                 tensors.append(name)
         attributes = newer(self._layers.numbers(), self._numbers), self._layers.tensors.since(self._tensors)
         extra = [path for path, state in self._layers.extra().items() if bits(state) != self._extra.get(path)]
-        found = [
+        pairs = [
             *((name, name) for name in tensors),
             *((layer, f"{layer}.{name}") for each in attributes for layer, names in each.items() for name in names),
             *((path, f"the extra state of {path}") for path in extra),
         ]
-        return [name for path, name in found if path.partition(".")[0] not in new]
+        return [name for path, name in pairs if path.partition(".")[0] not in new]
 
     def check_parameters(self) -> None:
-        """Refuse parameters in the place of those that the optimizer has.
+        """Refuses parameters in the place of those that the optimizer has.
 
         Raises:
             UnsupportedError: names them.
         """
         now, known = self._layers.parameters_now(), {id(p) for p, _ in self._parameters.values()}
-        found = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
-        found += [name for name, parameter in now.items() if id(parameter) not in known and name not in found]
-        if found:
+        replaced = [name for name, (parameter, _) in self._parameters.items() if now.get(name) is not parameter]
+        replaced += [name for name, parameter in now.items() if id(parameter) not in known and name not in replaced]
+        if replaced:
             raise UnsupportedError(
-                f"the script has put other parameters in the place of {', '.join(found[:10])} since "
+                f"the script has put other parameters in the place of {', '.join(replaced[:10])} since "
                 "deepspeed.initialize, which neither the optimizer nor copies of the stage have: copy their values "
                 "(under torch.no_grad: parameter.copy_(values))"
             )
 
     def check_gradients(self) -> None:
-        """Refuse what the script has added to gradients since, which other copies of the stage lack.
+        """Refuses what the script has added to gradients since, which other copies of the stage lack.
 
         Raises:
             UnsupportedError: names the parameters.
         """
-        found = []
+        written = []
         for name, parameter in self._layers.parameters.items():
             gradient = parameter.grad
             if gradient is not None and _version(gradient) != self._gradients[name] and bool(gradient.any()):
-                found.append(name)
-        if found:
+                written.append(name)
+        if written:
             raise UnsupportedError(
-                f"the script has added to the gradients of {', '.join(found[:10])} between two calls of its engine, "
+                f"the script has added to the gradients of {', '.join(written[:10])} between two calls of its engine, "
                 "which copies of the stage lack: compute all of the loss in the pipeline, or set the gradients to None "
                 "before train_batch"
             )
@@ -279,12 +279,12 @@ def unchanged(what: str, layers: Layers, told: Callable[[torch.Tensor], object])
 
 
 def count_of(tensor: torch.Tensor) -> tuple[int, tuple[int, int]]:
-    """Differs once ``tensor`` has been changed or replaced, other than by a method of its ``.data``."""
+    """A value that differs once ``tensor`` has been changed or replaced, other than by a method of its ``.data``."""
     return id(tensor), _count(tensor)
 
 
 def _count(tensor: torch.Tensor) -> tuple[int, int]:
-    """Of changes, and where the elements are, which another ``.data`` has elsewhere.
+    """The count of changes, and the place of the elements, which is another one in another ``.data``.
 
     Tensors of inference mode do not count changes, and cannot be changed outside of it.
     """
@@ -301,7 +301,6 @@ def away_from(plan: Plan, own: Role, known: Mapping[Role, Changes], before: int)
     """Roles that their scripts would change now, as this member's script has changed ``own``, if they were not lost.
 
     Args:
-        plan: the plan.
         own: the role of this member's stage.
         known: changes of roles when the plan began; those of a role that another member has are none since.
         before: iterations before which the script has changed its stage earlier, when the others did not.

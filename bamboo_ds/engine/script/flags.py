@@ -1,4 +1,4 @@
-"""What of a process decides how tensors are computed, settings and kernels: members must have the same."""
+"""Settings and kernels of a process, which decide how tensors are computed: members must have the same."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def flags_here(device: torch.device) -> dict[str, str]:
     Args:
         device: on which the process computes.
     """
-    found: dict[str, Any] = {
+    flags: dict[str, Any] = {
         "torch.set_default_dtype": torch.get_default_dtype(),
         "torch.set_default_device": torch.get_default_device(),
         "torch.set_float32_matmul_precision": _read(torch.get_float32_matmul_precision),
@@ -68,37 +68,37 @@ def flags_here(device: torch.device) -> dict[str, str]:
     }
     if device.type != HOST.type:
         # Each process has a device of its own as its default device.
-        found["torch.set_default_device"] = torch.get_default_device().type
+        flags["torch.set_default_device"] = torch.get_default_device().type
     else:
-        found["torch.set_num_threads (OMP_NUM_THREADS)"] = torch.get_num_threads()
+        flags["torch.set_num_threads (OMP_NUM_THREADS)"] = torch.get_num_threads()
     for path, name in _BACKENDS:
-        found[f"torch.backends.{path}.{name}"] = _read(partial(_attribute, path, name))
+        flags[f"torch.backends.{path}.{name}"] = _read(partial(_attribute, path, name))
     for kind in ("flash", "mem_efficient", "math", "cudnn"):
         enabled = getattr(torch.backends.cuda, f"{kind}_sdp_enabled", None)
-        found[f"torch.backends.cuda.enable_{kind}_sdp"] = enabled() if enabled is not None else None
-    found.update(_kernels(device))
+        flags[f"torch.backends.cuda.enable_{kind}_sdp"] = enabled() if enabled is not None else None
+    flags.update(_kernels(device))
     checkpointing = sys.modules.get("deepspeed.runtime.activation_checkpointing.checkpointing")
     for name in _CHECKPOINTING:
-        found[f"deepspeed.checkpointing.configure: {name}"] = getattr(checkpointing, name, None)
+        flags[f"deepspeed.checkpointing.configure: {name}"] = getattr(checkpointing, name, None)
     for name, hooks in sorted(vars(torch_modules).items()):
         if name.startswith("_global_") and name.endswith("_hooks") and isinstance(hooks, dict):
-            found[f"torch.nn.modules.module.{name}"] = sorted(_called(hook) for hook in hooks.values())
-    found.update((name, os.environ.get(name)) for name in _VARIABLES)
-    return {name: str(value) for name, value in found.items()}
+            flags[f"torch.nn.modules.module.{name}"] = sorted(_called(hook) for hook in hooks.values())
+    flags.update((name, os.environ.get(name)) for name in _VARIABLES)
+    return {name: str(value) for name, value in flags.items()}
 
 
 def _kernels(device: torch.device) -> dict[str, Any]:
-    """What else decides which kernels compute on ``device``: members with others compute other bits."""
-    found: dict[str, Any] = {
+    """Facts that decide which kernels compute on ``device``: members with others compute other bits."""
+    facts: dict[str, Any] = {
         "the version of torch": torch.__version__,
         "the version of CUDA (torch.version.cuda)": torch.version.cuda,
         "the version of cuDNN (torch.backends.cudnn.version)": torch.backends.cudnn.version(),
     }
     if device.type == "cuda":
         properties = torch.get_device_module(device).get_device_properties(device)
-        found["the device's model"] = properties.name
-        found["the device's number of multiprocessors"] = properties.multi_processor_count
-    return found
+        facts["the device's model"] = properties.name
+        facts["the device's number of multiprocessors"] = properties.multi_processor_count
+    return facts
 
 
 def _attribute(path: str, name: str) -> Any:
@@ -121,7 +121,7 @@ def _called(hook: Any) -> str:
 
 
 def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
-    """What a script may set so that a pass which is done again gives the same bits, by the names by which it does.
+    """Settings by which a script may have passes that are done again give the same bits, by the names that it uses.
 
     Args:
         device: on which the process computes. On CPUs torch's kernels give the same bits each time.
@@ -131,25 +131,25 @@ def uncertain(device: torch.device, flags: Mapping[str, str]) -> list[str]:
         return []
     asked = flags["torch.use_deterministic_algorithms"] == "True"
     only_warned = flags["torch.use_deterministic_algorithms(warn_only)"] == "True"
-    found = []
+    missing = []
     if not asked or only_warned:
-        found.append("torch.use_deterministic_algorithms(True)" + (" without warn_only" if asked else ""))
-        found += [
+        missing.append("torch.use_deterministic_algorithms(True)" + (" without warn_only" if asked else ""))
+        missing += [
             f"torch.backends.cuda.enable_{kind}_sdp(False) (or the line before: backward passes of attention)"
             for kind in ("flash", "mem_efficient", "cudnn")
             if flags[f"torch.backends.cuda.enable_{kind}_sdp"] == "True"
         ]
     if flags["torch.backends.cudnn.benchmark"] == "True":
-        found.append("torch.backends.cudnn.benchmark = False")
+        missing.append("torch.backends.cudnn.benchmark = False")
     if not asked and flags["torch.backends.cudnn.deterministic"] != "True":
-        found.append("torch.backends.cudnn.deterministic = True")
+        missing.append("torch.backends.cudnn.deterministic = True")
     if flags["CUBLAS_WORKSPACE_CONFIG"] not in _CUBLAS:
-        found.append(f"CUBLAS_WORKSPACE_CONFIG={_CUBLAS[0]} in the environment")
-    return found
+        missing.append(f"CUBLAS_WORKSPACE_CONFIG={_CUBLAS[0]} in the environment")
+    return missing
 
 
 def compare_flags(flags: Mapping[str, Mapping[str, str]], first: str) -> None:
-    """Compare what :func:`flags_here` gives on several members with that of the member ``first``.
+    """Compares what :func:`flags_here` gives on several members with that of the member ``first``.
 
     Raises:
         ConfigError: names each setting that differs, and the values.

@@ -1,4 +1,4 @@
-"""What a script has replaced of DeepSpeed's pipelines: honoured where it means the same for every copy of a stage.
+"""Replacements of DeepSpeed's pipelines by a script: honoured where they mean the same for every copy of a stage.
 
 ========================================  ==========================================================================
 what the engine has from DeepSpeed as is  DeepSpeed looks it up as ever: replacements take effect (``_broadcast_model``)
@@ -86,7 +86,7 @@ _LIBRARIES = tuple(
 
 @dataclass(frozen=True)
 class Replaceable:
-    """Where DeepSpeed's own stands.
+    """A place where DeepSpeed's own code stands.
 
     Attributes:
         mapping: a class's, a module's or the instructions'.
@@ -104,7 +104,7 @@ class Replaceable:
 
     @property
     def now(self) -> Any:
-        """What is there now."""
+        """The value that is there now."""
         return self.mapping.get(self.key, _NOTHING)
 
 
@@ -125,7 +125,7 @@ def _of_module(module: ModuleType, names: tuple[str, ...]) -> Iterator[Replaceab
 
 
 def engine_places() -> list[Replaceable]:
-    """Where a replacement is refused."""
+    """The places where a replacement is refused."""
     known: Any = PipelineEngine._INSTRUCTION_MAP
     entries = (
         Replaceable(known, kind, own, f"PipelineEngine._INSTRUCTION_MAP[{kind.__name__}]", known.get(kind, _NOTHING))
@@ -141,7 +141,7 @@ def engine_places() -> list[Replaceable]:
 
 
 def schedule_places() -> list[Replaceable]:
-    """Where replacements are compared with what they replace."""
+    """The places where replacements are compared with what they replace."""
     kinds = (schedule.PipeSchedule, schedule.TrainSchedule, schedule.InferenceSchedule)
     methods = (place for kind in kinds for place in _of_class(kind, _methods(kind)))
     return [*methods, *_of_class(PipelineEngine, SCHEDULES), *_of_module(schedule, ("TrainSchedule",))]
@@ -175,7 +175,7 @@ class Replacements:
         self._compared: set[Any] = set()
 
     def check(self, engine: Any) -> None:
-        """Refuse what the script has replaced, on classes, in modules or on its ``engine``.
+        """Refuses what the script has replaced, on classes, in modules or on its ``engine``.
 
         Raises:
             UnsupportedError: names it, and the code in its place.
@@ -203,17 +203,17 @@ class Replacements:
         return any(is_foreign(place.now, place.own) for place in self._clipping)
 
     def _compare(self, engine: Any, replaced: list[tuple[str, Any]]) -> None:
-        """Compare the instructions of schedules for which the script has ``replaced`` something with DeepSpeed's."""
+        """Compares the instructions of schedules for which the script has ``replaced`` something with DeepSpeed's."""
         sizes = {"micro_batches": engine.micro_batches, "stages": engine.num_stages, "stage_id": engine.stage_id}
         key = (*(id(value) for _, value in replaced), *sizes.values())
         if key in self._compared:
             return
         own = _as_installed()
-        for found, expected in (
+        for actual, expected in (
             (engine._train_schedule(), own.TrainSchedule(**sizes)),
             (engine._inference_schedule(engine.micro_batches), own.InferenceSchedule(**sizes)),
         ):
-            if _instructions(found) != _instructions(expected):
+            if _instructions(actual) != _instructions(expected):
                 what, value = replaced[0]
                 raise _refusal(what, value, f": stage {engine.stage_id} has other instructions")
         self._compared.add(key)
@@ -235,7 +235,7 @@ def _as_installed() -> Any:
 
 
 def _instructions(steps: Any) -> tuple[list[Any], list[Any]]:
-    """What a schedule executes, in order. When a micro-batch is loaded makes no difference, so that stands apart."""
+    """The instructions of a schedule, in order; loads of micro-batches apart, since their time makes no difference."""
     flat = [(type(each).__name__, each.kwargs) for commands in steps.steps() for each in commands]
     loads = [each for each in flat if each[0] == schedule.LoadMicroBatch.__name__]
     return loads, [each for each in flat if each[0] != schedule.LoadMicroBatch.__name__]
@@ -266,11 +266,11 @@ def _foreign_code(value: Any) -> Any:
 
 
 def _refusal(what: str, value: Any, then: str = "", cure: str = "") -> UnsupportedError:
-    found = _foreign_code(value) or value
-    found = getattr(found, "func", found)  # a partial
-    code = getattr(found, "__code__", None)
+    function = _foreign_code(value) or value
+    function = getattr(function, "func", function)  # a partial
+    code = getattr(function, "__code__", None)
     place = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
-    name = getattr(found, "__qualname__", type(found).__qualname__)
+    name = getattr(function, "__qualname__", type(function).__qualname__)
     return UnsupportedError(
         f"the script has replaced {what} of DeepSpeed by {name}{place}{then}. It would have no effect, since "
         f'with "{BLOCK}" the engine does this in its own way, for all copies of a stage. '

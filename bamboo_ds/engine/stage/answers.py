@@ -1,4 +1,4 @@
-"""What takes the place of the collectives in an optimizer's step."""
+"""Answers in the place of the collectives in an optimizer's step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Answers:
         self._done = 0
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         if operation != "allreduce":
             return  # all-gathers of parameters; the shards are exchanged after the step
         (tensor,), options = arguments
@@ -78,7 +78,7 @@ class Recorder:
         self.values: list[float] = []
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         self.values.append(float(arguments[0][0]))
 
 
@@ -107,7 +107,7 @@ class ClipAnswers:
         ]
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         (tensor,), options = arguments
         if (
             operation == "allreduce"
@@ -131,7 +131,7 @@ class ClipAnswers:
 class Refusal:
     """Refuses the collectives of code of the script that runs for one stage after the other, alone.
 
-    In a group of one rank they need nobody else, and are computed.
+    In a group of one rank they need no other member, and are computed.
 
     Attributes:
         who: calls them, for errors.
@@ -143,7 +143,7 @@ class Refusal:
 
     @classmethod
     def in_steps(cls, optimizer: torch.optim.Optimizer) -> Refusal:
-        """Of collectives of which the commit knows nothing: those that ``optimizer`` or a scheduler makes itself."""
+        """The refusal of collectives that ``optimizer`` or a scheduler makes itself: the commit knows none of them."""
         return cls(
             f"optimizer {type(optimizer).__name__} (or its hook, or its scheduler), in its step,",
             "replicas step alone, also after a loss, and cannot take part: use an optimizer whose step needs only the "
@@ -151,7 +151,7 @@ class Refusal:
         )
 
     def __call__(self, ranks: tuple[int, ...], operation: str, arguments: tuple[Any, ...]) -> None:
-        """Take the place of ``operation`` on a group of ``ranks``."""
+        """Takes the place of ``operation`` on a group of ``ranks``."""
         if len(ranks) > 1:
             raise UnsupportedError(f"{self.who} calls a collective, {operation} over ranks {list(ranks)}: {self.cure}")
         alone(COLLECTIVES[operation], arguments, 0, 1)

@@ -36,19 +36,19 @@ def holds_tensors(value: Any) -> bool:
     """Whether ``value`` is a tensor or an array that can be sent, or a container of a few and of numbers."""
     if type(value) not in _CONTAINERS:
         return _is_tensor(value)
-    pending, looked, found = [value], 0, False
+    pending, looked, holds = [value], 0, False
     while pending:
-        each = pending.pop()
+        part = pending.pop()
         looked += 1
-        if type(each) in _CONTAINERS:
-            if looked + len(each) > _MOST or (type(each) is dict and not {*map(type, each)} <= {str, int}):
+        if type(part) in _CONTAINERS:
+            if looked + len(part) > _MOST or (type(part) is dict and not {*map(type, part)} <= {str, int}):
                 return False
-            pending.extend(each.values() if type(each) is dict else each)
-        elif _is_tensor(each):
-            found = True
-        elif type(each) not in SCALARS:
+            pending.extend(part.values() if type(part) is dict else part)
+        elif _is_tensor(part):
+            holds = True
+        elif type(part) not in SCALARS:
             return False
-    return found
+    return holds
 
 
 def _is_tensor(value: Any) -> bool:
@@ -78,12 +78,12 @@ class PlainTensors:
         return found
 
     def nbytes(self) -> int:
-        """Of all of them."""
+        """The bytes of all of them."""
         values = (value for own in self.now().values() for value in own.values())
         return sum(leaf.nbytes for value in values for leaf in _apart(value)[1])
 
     def marks(self) -> dict[str, dict[str, Mark]]:
-        """By which changes are seen."""
+        """Marks by which changes are seen."""
         return {path: {name: Mark.of(value) for name, value in own.items()} for path, own in self.now().items()}
 
     def settle(self) -> None:
@@ -91,15 +91,15 @@ class PlainTensors:
         self._settled = self.marks()
 
     def changed(self) -> Plain:
-        """Those that are others than when the copies were equal last, or were made since."""
+        """The tensors that are others than when the copies were equal last, or were made since."""
         return self.since(self._settled)
 
     def made(self) -> Plain:
-        """Those that are others than when the stage was built."""
+        """The tensors that are others than when the stage was built."""
         return self.since(self._built)
 
     def since(self, marks: Mapping[str, Mapping[str, Mark]]) -> Plain:
-        """Those that are others than when :meth:`marks` gave ``marks``."""
+        """The tensors that are others than when :meth:`marks` gave ``marks``."""
         found = {}
         for path, own in self.now().items():
             before = marks.get(path, {})
@@ -109,7 +109,7 @@ class PlainTensors:
         return found
 
     def put(self, given: Plain, whole: bool, began: Mapping[str, Mapping[str, Any]], device: torch.device) -> None:
-        """Take over what :func:`packed` gave of another copy of the stage.
+        """Takes over what :func:`packed` gave of another copy of the stage.
 
         Args:
             given: what has changed there, or all of it.
@@ -135,14 +135,14 @@ class PlainTensors:
 
 @dataclass(frozen=True, eq=False)
 class Mark:
-    """By which it is seen that an attribute has changed."""
+    """A mark by which it is seen that an attribute has changed."""
 
     structure: str
     leaves: tuple[tuple[weakref.ref[Any], int], ...]
 
     @classmethod
     def of(cls, value: Any) -> Mark:
-        """Of ``value`` as it is now."""
+        """The mark of ``value`` as it is now."""
         structure, leaves = _apart(value)
         return cls(structure, tuple((weakref.ref(leaf), _writes(leaf)) for leaf in leaves))
 
@@ -155,7 +155,7 @@ class Mark:
 
 
 def _writes(leaf: Any) -> int:
-    """How often torch has counted that ``leaf`` was written; what inference mode makes is not counted."""
+    """The number of times that torch has counted a write of ``leaf``; what inference mode makes is not counted."""
     return 0 if type(leaf) is not torch.Tensor or bare(leaf).is_inference() else leaf._version
 
 
@@ -172,7 +172,7 @@ def _mapped(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def packed(found: Plain) -> Tree:
-    """What was ``found``, with where its tensors are; what is one tensor stays one."""
+    """The values ``found``, with the places of their tensors; a value that is one tensor stays one."""
     known: dict[int, Any] = {}
 
     def detached(leaf: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What optimizers, schedulers and layers of scripts keep beside the state that copies of a stage get.
+"""State that optimizers, schedulers and layers of scripts keep beside that which copies of a stage get.
 
 An optimizer may keep momenta in a dictionary by ``id(parameter)``, a scheduler an object of statistics, a layer a list.
 Results may depend on that. A copy that has something else there, where the owner's has changed or has tensors in it,
@@ -44,7 +44,7 @@ _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class Contents(NamedTuple):
-    """What an attribute has in it.
+    """The contents of an attribute.
 
     Attributes:
         digest: equal in all processes where all of it is.
@@ -56,7 +56,7 @@ class Contents(NamedTuple):
 
 
 class Runtime(Protocol):
-    """What is asked of the runtime; see :class:`~.runtime.StageRuntime`."""
+    """The runtime whose contents are told; see :class:`~.runtime.StageRuntime`."""
 
     attributes: dict[str, Any]
 
@@ -66,32 +66,32 @@ class Runtime(Protocol):
 
 
 def beside_steps(runtime: Runtime) -> dict[str, Contents]:
-    """What the optimizer of ``runtime`` keeps besides what is sent, by what it is called; and tensors of schedulers."""
-    names, found = _names(runtime), {}
+    """State that the optimizer of ``runtime`` keeps besides what is sent, by name; and tensors of schedulers."""
+    names, parts = _names(runtime), {}
     optimizer = runtime.attributes["basic_optimizer"]
     if optimizer is not None:
         sent = {*OWN, "defaults", *kept_by(optimizer)}
         for name, value in vars(optimizer).items():
             if name not in sent and not isinstance(value, OrderedDict):  # of hooks
-                found[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
+                parts[f"attribute {name!r} of the optimizer ({type(optimizer).__name__})"] = contents_of(value, names)
     of_scheduler = _of_scheduler(runtime, names)
-    return {**found, **{name: each for name, each in of_scheduler.items() if each.tensors}}
+    return {**parts, **{name: each for name, each in of_scheduler.items() if each.tensors}}
 
 
 def beside_layers(runtime: Runtime) -> dict[str, Contents]:
     """The same of the layers and the loss function, whose results are compared, and of a scheduler without tensors."""
     names = _names(runtime)
-    found = {name: each for name, each in _of_scheduler(runtime, names).items() if not each.tensors}
+    parts = {name: each for name, each in _of_scheduler(runtime, names).items() if not each.tensors}
     for path, layer in runtime.module.named_modules():
         for name, value in vars(layer).items() if path else ():
             sent = type(value) in SCALARS or isinstance(value, GENERATORS) or holds_tensors(value)
             if name not in OF_ALL and not sent:
                 what = f"of layer {path} ({type(layer).__name__})"
-                found.update((f"attribute {n!r} {what}", contents_of(v, names)) for n, v in _one_by_one(name, value))
+                parts.update((f"attribute {n!r} {what}", contents_of(v, names)) for n, v in _one_by_one(name, value))
     loss = getattr(runtime.module, "loss_fn", None)
     if loss is not None and not isinstance(loss, nn.Module):
-        found["what the loss function keeps"] = contents_of(loss, names)
-    return found
+        parts["what the loss function keeps"] = contents_of(loss, names)
+    return parts
 
 
 def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -108,7 +108,7 @@ def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _of_scheduler(runtime: Runtime, names: Mapping[int, str]) -> dict[str, Contents]:
-    """What the scheduler keeps that its ``state_dict`` leaves out, or that cannot be sent."""
+    """State that the scheduler keeps and its ``state_dict`` leaves out, or that cannot be sent."""
     scheduler = runtime.attributes["lr_scheduler"]
     if scheduler is None:
         return {}
@@ -126,14 +126,14 @@ def newer(now: Mapping[str, Contents], began: Mapping[str, Contents]) -> dict[st
 
 
 def _names(runtime: Runtime) -> dict[int, str]:
-    """What the parts of the role are called, by their ``id``: scripts use that of parameters as a key."""
+    """Names of the parts of the role, by their ``id``: scripts use that of parameters as a key."""
     names = {id(p): f"parameter {name}" for name, p in runtime.module.named_parameters()}
     parts = ("optimizer", "basic_optimizer", "lr_scheduler", "module")  # DeepSpeed's optimizers are no torch's
     return {**{id(runtime.attributes.get(part)): f"the {part}" for part in parts}, **names}
 
 
 def contents_of(value: Any, names: Mapping[int, str]) -> Contents:
-    """What is in ``value``; ``names``: of parameters, by their ``id``."""
+    """The contents of ``value``; ``names``: of parameters, by their ``id``."""
     walk = _Walk(names)
     digest = 0
     for each in walk.told(value, 0):

@@ -62,12 +62,7 @@ def bounds(layers: int, together: int, count: int) -> list[int]:
 class StageBlocks:
     """The blocks of ``module``, a ``PipelineModule``.
 
-    Args:
-        module: the stage.
-        count: number of its blocks.
-
     Attributes:
-        module, count: as given.
         bounds: the first layer of each block, and behind the last one their number.
         cuts: blocks before which the stage may be divided; ``None`` before this member has computed all of it.
         search: what finds that out in the current iteration.
@@ -220,11 +215,7 @@ class _LayerRun:
 
 
 class CutSearch:
-    """Finds out where a stage can be divided, in its first iteration.
-
-    Args:
-        stage: its blocks.
-    """
+    """Finds out where a stage can be divided, in its first iteration."""
 
     def __init__(self, stage: StageBlocks) -> None:
         self._stage = stage

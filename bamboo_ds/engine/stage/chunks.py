@@ -44,7 +44,7 @@ _ALL_HOOKS = ("_global_optimizer_pre_hooks", "_global_optimizer_post_hooks")
 
 
 def unchunked(optimizer: torch.optim.Optimizer) -> str | None:
-    """Why ``optimizer`` cannot be stepped chunk by chunk; ``None``: it can."""
+    """The reason why ``optimizer`` cannot be stepped chunk by chunk, or ``None``."""
     kind = type(optimizer)
     if (kind.__module__, kind.__qualname__) not in ELEMENTWISE:
         return f"{kind.__qualname__} is none of {', '.join(sorted(name for _, name in ELEMENTWISE))}"
@@ -80,7 +80,7 @@ class _Piece:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """The number of elements."""
         return (bare(self.parameter).numel() if self.end is None else self.end) - self.begin
 
     def of(self, whole: torch.Tensor) -> torch.Tensor:
@@ -88,7 +88,7 @@ class _Piece:
         return whole if self.end is None else whole.view(-1)[self.begin : self.end]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """What goes to the device, by names in the state."""
+        """The tensors that go to the device, by names in the state."""
         assert self.parameter.grad is not None
         whole = {_PARAMETER: bare(self.parameter), _GRADIENT: self.parameter.grad.detach()}
         whole.update((name, value) for name, value in self.state.items() if _is_like(self.parameter, name, value))
@@ -127,7 +127,7 @@ class _Slabs:
         return slab, places
 
     def give_back(self, slab: torch.Tensor) -> None:
-        """Nobody uses it any more."""
+        """Frees a slab for the next chunk."""
         self._free.append(slab)
 
 
@@ -136,7 +136,7 @@ def _aligned(nbytes: int) -> int:
 
 
 def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], after: StreamMark | None = None) -> None:
-    """On a thread of its own: copy within the host, after ``after``."""
+    """Copies within the host, after ``after``, on a thread of its own."""
     if after is not None:
         after.synchronize()
     with torch.no_grad():
@@ -146,12 +146,12 @@ def _copy(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor], afte
 
 @dataclass(frozen=True, eq=False)
 class _Chunk:
-    """What is stepped together, on its way to page-locked memory.
+    """Pieces that are stepped together, on their way to page-locked memory.
 
     Attributes:
         pieces: of parameters.
         hosts: what of each goes to the device.
-        slab, places: where it is copied to.
+        slab, places: that it is copied to.
         copied: when that is over.
     """
 
@@ -185,7 +185,7 @@ class ChunkedStep:
         self._streams = found.streams
 
     def __call__(self) -> None:
-        """Take the step."""
+        """Takes the step."""
         self._slabs = _Slabs(self._streams)
         self._leaving.clear()  # of a step that has failed
         with ThreadPoolExecutor(_UNDER_WAY + 1, "bamboo-chunks") as self._threads:
@@ -203,8 +203,8 @@ class ChunkedStep:
                 twin.state, twin.param_groups = defaultdict(dict), [{**copy.deepcopy(before), "params": []}]
                 self._step(twin, chunk, counts)
                 group.update({name: value for name, value in twin.param_groups[0].items() if name != "params"})
-            for parameter, found in counts.items():
-                self.optimizer.state[parameter].update(found)
+            for parameter, counted in counts.items():
+                self.optimizer.state[parameter].update(counted)
         self._await(0)
         if hasattr(self.optimizer.step, "_wrapped_by_lr_sched"):  # as that would, else torch's schedulers warn
             self.optimizer._opt_called = True  # type: ignore[attr-defined]
@@ -224,7 +224,7 @@ class ChunkedStep:
             yield before
 
     def _chunks(self, parameters: list[torch.Tensor]) -> Iterator[list[_Piece]]:
-        """What is stepped together; one without pieces where a group has nothing to step, but may count."""
+        """The chunks of a group; one without pieces where it has nothing to step, but may count."""
         pieces: list[_Piece] = []
         elements = 0
         for piece in (each for p in parameters if p.grad is not None for each in self._pieces(p)):
@@ -245,7 +245,7 @@ class ChunkedStep:
             yield replace(whole, begin=begin, end=min(begin + self.chunk, count))
 
     def _step(self, twin: Any, chunk: _Chunk, counts: dict[torch.Tensor, dict[str, Any]]) -> None:
-        """The step of a chunk by ``twin``, which has the group of its pieces.
+        """Takes the step of a chunk by ``twin``, which has the group of its pieces.
 
         Args:
             twin: of the optimizer.
@@ -259,13 +259,13 @@ class ChunkedStep:
         self._streams.order(mark)
         arriving = iter(arrived)
         for piece, host in zip(chunk.pieces, chunk.hosts, strict=True):
-            found = {name: next(arriving) for name in host}
-            parameter = torch.nn.Parameter(found.pop(_PARAMETER), requires_grad=False)
-            parameter.grad = found.pop(_GRADIENT)
+            tensors = {name: next(arriving) for name in host}
+            parameter = torch.nn.Parameter(tensors.pop(_PARAMETER), requires_grad=False)
+            parameter.grad = tensors.pop(_GRADIENT)
             group["params"].append(parameter)
             if piece.state:
                 twin.state[parameter] = {
-                    n: found[n] if n in found else copy.deepcopy(v) for n, v in piece.state.items()
+                    n: tensors[n] if n in tensors else copy.deepcopy(v) for n, v in piece.state.items()
                 }
         twin.step()
         sources, targets = [], []
@@ -287,7 +287,7 @@ class ChunkedStep:
         self._leaving.append((over, slab, (chunk, arrived, sources)))
 
     def _await(self, most: int) -> None:
-        """Wait until only ``most`` chunks are on their way to the host."""
+        """Waits until only ``most`` chunks are on their way to the host."""
         while len(self._leaving) > most:
             over, slab, (chunk, *_) = self._leaving.popleft()
             over.result()

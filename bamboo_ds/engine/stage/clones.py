@@ -31,9 +31,6 @@ class PristineOptimizer:
     Works for whatever created it: DeepSpeed's configuration, an instance or a callable of the script. What its steps
     keep beside its ``state``, and cannot be sent, is of all steps until now; a copy may get a state of some steps
     before. So it begins as without steps, and the check of the first steps finds that it lacks them.
-
-    Attributes:
-        original: the optimizer.
     """
 
     def __init__(self, original: torch.optim.Optimizer) -> None:
@@ -50,7 +47,7 @@ class PristineOptimizer:
                 self._blank.__dict__[name] = copy.deepcopy(value, self._known)
 
     def clone(self, module: nn.Module, groups: list[list[str]]) -> torch.optim.Optimizer:
-        """One more, without state, over other parameters.
+        """Another optimizer like it, without state, over other parameters.
 
         Hyperparameters of the groups, and attributes that are numbers, come later, with the owner's state.
 
@@ -89,7 +86,7 @@ def _is_shared(name: str, value: Any) -> bool:
 
 
 def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
-    """Set the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
+    """Sets the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
     for group, settings in zip(optimizer.param_groups, given, strict=True):
         group.update({name: copy.deepcopy(value) for name, value in settings.items() if name != "params"})
         if "initial_lr" in group:
@@ -104,7 +101,7 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
     """
     kind = type(original).__name__
     try:
-        found = copy.deepcopy(value, known)
+        result = copy.deepcopy(value, known)
     except Exception as error:  # whatever a script's object makes of being copied
         raise UnsupportedError(
             f"attribute {name!r} of optimizer {kind} cannot be copied ({error}), so no replica can have one: keep in "
@@ -116,14 +113,13 @@ def _copied(original: torch.optim.Optimizer, name: str, value: Any, known: dict[
             f"optimizer {kind} keeps parameters in its attribute {name!r}: its replica would diverge. Use an optimizer "
             "that keeps all of its state in `state`"
         )
-    return found
+    return result
 
 
 def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tree:
-    """What ``optimizer`` counts in attributes of its own: numbers, arrays and text, also in lists and dictionaries.
+    """Counts that ``optimizer`` keeps in its attributes: numbers, arrays and text, also in lists and dictionaries.
 
     Args:
-        optimizer: whose they are.
         tensors: with tensors of one element.
     """
     if optimizer is None:
@@ -133,7 +129,7 @@ def kept_by(optimizer: torch.optim.Optimizer | None, tensors: bool = True) -> Tr
 
 
 def put_kept(optimizer: torch.optim.Optimizer, given: Tree) -> None:
-    """Give ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
+    """Gives ``optimizer`` what :func:`kept_by` gave of another one; dictionaries and tuples stay of their types."""
     own = vars(optimizer)
     for name, value in given.items():
         mine = own.get(name)
@@ -185,11 +181,10 @@ def without_strangers(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> None:
-    """Refuse state that no copy of a stage can be sent.
+    """Refuses state that no copy of a stage can be sent.
 
     Args:
-        optimizer: whose it is.
-        given: its ``state_dict``.
+        given: the optimizer's ``state_dict``.
 
     Raises:
         UnsupportedError: names the optimizer, and where in its state it has what.
@@ -204,7 +199,7 @@ def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
 
 
 def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
-    """Load ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
+    """Loads ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
 
     torch gives all of them the type of their parameter, and moves them to its device. Text and arrays of NumPy are kept
     from it: it would make one of the generator of their parts.

@@ -17,7 +17,7 @@ from ...topology import Layout, Role
 
 @dataclass(frozen=True)
 class Form:
-    """What the vector of an iteration consists of; equal on all members.
+    """The form of an iteration's vector; equal on all members.
 
     Attributes:
         losses: number of losses of a pipeline.
@@ -34,7 +34,7 @@ class Form:
 
 @dataclass(frozen=True)
 class Measured:
-    """What the commit has to know of a role's reduced gradients.
+    """Facts of a role's reduced gradients for the commit.
 
     Attributes:
         overflow: they contain infinities or NaN, where DeepSpeed looks for these.
@@ -47,7 +47,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one member adds.
+    """The contribution of one member.
 
     Attributes:
         losses: mean loss of the pipelines whose last stage it owns, followed by their additional losses.
@@ -107,14 +107,14 @@ def encode_drawn(layout: Layout, drawn: Mapping[Role, int]) -> torch.Tensor:
 
 
 def ends_of(layout: Layout, role: Role) -> list[int]:
-    """Which ends of its pipeline the role is, 0 the first and 1 the last: a stage alone is both."""
+    """The ends of its pipeline that the role is, 0 the first and 1 the last: a stage alone is both."""
     return [end for end, stage in enumerate((0, layout.stages - 1)) if role.stage == stage]
 
 
 def alike(drawn: Sequence[float]) -> bool | None:
     """Whether the ends of each pipeline have given the same, by the sum of :func:`encode_drawn`.
 
-    ``None``: of no pipeline both have given something.
+    ``None`` if of no pipeline both have given something.
     """
     both = [pair for pair in zip(drawn[::2], drawn[1::2], strict=True) if all(pair)]
     return all(first == last for first, last in both) if both else None
@@ -140,12 +140,12 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
         parts["overflow"][layout.rank(role)] = measured.overflow
     for role in mine.mismatches:
         parts["mismatches"][layout.rank(role)] = 1
-    for role, found in mine.consumed.items():
+    for role, checksums in mine.consumed.items():
         ends = ends_of(layout, role)
-        if len(found) != len(ends) * form.accounted:
+        if len(checksums) != len(ends) * form.accounted:
             expected = len(ends) * form.accounted
-            raise ProtocolError(f"role {role} accounts for {len(found)} micro-batches, expected {expected}")
-        parts["consumed"][role.pipeline, ends] = torch.tensor(found, dtype=torch.float64).view(len(ends), -1)
+            raise ProtocolError(f"role {role} accounts for {len(checksums)} micro-batches, expected {expected}")
+        parts["consumed"][role.pipeline, ends] = torch.tensor(checksums, dtype=torch.float64).view(len(ends), -1)
     parts["drawn"] = encode_drawn(layout, mine.drawn)
     parts["redundant"][0] = mine.redundant
     for (role, owned), checksum in mine.held.items() if form.votes else ():
@@ -155,7 +155,7 @@ def encode(layout: Layout, form: Form, mine: Contribution) -> torch.Tensor:
 
 
 def _shapes(layout: Layout, form: Form) -> dict[str, tuple[int, ...]]:
-    """What the vector of an iteration consists of, in order."""
+    """The shapes of an iteration's vector, in order."""
     return {
         "losses": (layout.pipelines, form.losses),
         "squares": (form.norms, layout.size),
@@ -226,7 +226,7 @@ def squares_of_copies(layout: Layout, squares: Sequence[float]) -> list[torch.Te
 
 
 def norms_of_copies(layout: Layout, squares: Sequence[float]) -> list[torch.Tensor]:
-    """What each copy of the model then contributes to the mean of the norms over the copies."""
+    """The contribution of each copy of the model to the mean of the norms over the copies."""
     return [total.pow(0.5) * 1.0 / float(layout.copies) for total in squares_of_copies(layout, squares)]
 
 
@@ -236,5 +236,5 @@ def global_norm(layout: Layout, squares: Sequence[float]) -> torch.Tensor:
 
 
 def clipping_factor(norm: torch.Tensor, limit: float) -> torch.Tensor:
-    """What DeepSpeed's ``clip_grad_norm_`` multiplies gradients with: a quotient of two numbers in fp32."""
+    """The factor of gradients in DeepSpeed's ``clip_grad_norm_``: a quotient of two numbers in fp32."""
     return torch.clamp(torch.tensor(limit, dtype=torch.float32) / (norm.reshape(()) + 1e-6), max=1.0)

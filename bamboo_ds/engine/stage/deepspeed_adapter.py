@@ -98,7 +98,7 @@ class DeepSpeedAdapter:
 
     @property
     def precision(self) -> Literal["fp32", "fp16", "bf16"]:
-        """Of parameters."""
+        """The precision of parameters."""
         return "fp16" if self.engine.fp16_enabled() else "bf16" if self.engine.bfloat16_enabled() else "fp32"
 
     @property
@@ -115,19 +115,19 @@ class DeepSpeedAdapter:
     # Handlers that compute are looked up in DeepSpeed's map: a script may have wrapped them there.
 
     def execute(self, instruction: PipeInstruction, channels: object) -> None:
-        """Execute an instruction over ``channels`` as the engine's ``HANDLERS`` have it."""
+        """Executes an instruction over ``channels`` as the engine's ``HANDLERS`` have it."""
         self.engine.HANDLERS[type(instruction)](self.engine, channels, **instruction.kwargs)
 
     def load_micro_batch(self, buffer_id: int) -> None:
-        """DeepSpeed's; it asks the engine's ``_next_batch`` for the batch."""
+        """Loads as DeepSpeed; it asks the engine's ``_next_batch`` for the batch."""
         self.engine._INSTRUCTION_MAP[LoadMicroBatch](self.engine, buffer_id=buffer_id)
 
     def forward_pass(self, buffer_id: int) -> None:
-        """DeepSpeed's, from ``inputs`` to ``outputs`` or ``loss``."""
+        """DeepSpeed's forward pass, from ``inputs`` to ``outputs`` or ``loss``."""
         self.engine._INSTRUCTION_MAP[ForwardPass](self.engine, buffer_id=buffer_id)
 
     def backward_pass(self, buffer_id: int) -> None:
-        """DeepSpeed's, of ``loss`` or from ``grad_layer``."""
+        """DeepSpeed's backward pass, of ``loss`` or from ``grad_layer``."""
         self.engine._INSTRUCTION_MAP[BackwardPass](self.engine, buffer_id=buffer_id)
 
     def gradients(self) -> list[torch.Tensor]:
@@ -135,7 +135,7 @@ class DeepSpeedAdapter:
         return self.engine._get_gradients_for_reduction()[0]
 
     def scales(self, pipelines: int) -> tuple[float, float]:
-        """What DeepSpeed multiplies gradients by, before and after they are summed over ``pipelines``."""
+        """The factors by which DeepSpeed multiplies gradients, before and after they are summed over ``pipelines``."""
         if not compat.averages_gradients(self.engine):
             return 1.0, 1.0
         if not self.engine.postscale_gradients():
@@ -144,7 +144,7 @@ class DeepSpeedAdapter:
         return 1.0 / factor, factor / pipelines
 
     def train_batch(self, data_iter: Any) -> torch.Tensor:
-        """DeepSpeed's; it calls the engine's ``_exec_schedule`` and ``_aggregate_total_loss``."""
+        """Trains as DeepSpeed; it calls the engine's ``_exec_schedule`` and ``_aggregate_total_loss``."""
         return PipelineEngine.train_batch(self.engine, data_iter)
 
     # -- steps --------------------------------------------------------------------------------------------
@@ -160,7 +160,7 @@ class DeepSpeedAdapter:
         self.engine._force_grad_boundary = False
 
     def step_settings(self) -> dict[str, Any]:
-        """What steps go by that is not bound to a role; scripts may change it between two iterations."""
+        """Settings of steps that are not bound to a role; scripts may change them between two iterations."""
         return {name: getattr(self.engine._config, name) for name in ("train_batch_size", "gradient_clipping")}
 
     @contextmanager
@@ -179,7 +179,7 @@ class DeepSpeedAdapter:
         PipelineEngine._take_model_step(self.engine, lr_kwargs)
 
     def note_step(self, skipped: bool) -> None:
-        """Count a step that was done elsewhere, but for the learning-rate scheduler."""
+        """Counts a step that was done elsewhere, but for the learning-rate scheduler."""
         self.engine.global_steps += 1
         self.engine.global_samples += self.train_batch_size()
         if skipped:
@@ -189,11 +189,11 @@ class DeepSpeedAdapter:
     # -- stages -------------------------------------------------------------------------------------------
 
     def put_module(self, module: Any) -> None:
-        """Make ``module`` the one of the bound role."""
+        """Makes ``module`` the one of the bound role."""
         self.engine.__dict__["module"] = self.engine._modules["module"] = module
 
     def cast_module(self) -> None:
-        """Give the module the precision that DeepSpeed has given to the engine's own."""
+        """Gives the module the precision that DeepSpeed has given to the engine's own."""
         compat.cast_module(self.engine)
 
     def wrap_optimizer(self, optimizer: torch.optim.Optimizer, like: Any) -> Any:
@@ -205,12 +205,12 @@ class DeepSpeedAdapter:
         return self.engine._scheduler_from_config(self.optimizer)
 
     def make_forward_hooks(self) -> None:
-        """Make the hooks that DeepSpeed runs around a forward pass, for the bound role."""
+        """Makes the hooks that DeepSpeed runs around a forward pass, for the bound role."""
         self.engine.module_forward_pre_hook = self.engine._create_module_forward_pre_hook()
         self.engine.module_forward_post_hook = self.engine._create_module_forward_post_hook()
 
     def send_whole(self) -> None:
-        """Send boundary tensors whole: each of a role's holders must be able to go on from them alone.
+        """Sends boundary tensors whole: each of a role's holders must be able to go on from them alone.
 
         DeepSpeed's ``pipe_partitioned`` and ``grad_partitioned`` send every slice a part of a tensor that all slices
         have whole, before and after. So without them nothing is computed differently.
@@ -220,16 +220,16 @@ class DeepSpeedAdapter:
     # -- checkpoints --------------------------------------------------------------------------------------
 
     def save_files(self, folder: str, tag: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
-        """Give the files of the bound role to the checkpoint engine."""
+        """Gives the files of the bound role to the checkpoint engine."""
         self.engine._save_checkpoint(folder, tag, client_state, exclude_frozen)
         if self.engine.save_zero_checkpoint:
             self.engine._save_zero_checkpoint(folder, tag)
 
     def loading(self, state: bool) -> Loading:
-        """How checkpoints are loaded; ``state``: with the optimizer's state."""
+        """The way in which checkpoints are loaded; ``state``: with the optimizer's state."""
         universal, zero = self.engine.load_universal_checkpoint(), self.engine.zero_optimization()
         return Loading(bool(universal), bool(zero), state)
 
     def load_checkpoint(self, folder: str, tag: str | None, *args: Any, **kwargs: Any) -> Any:
-        """DeepSpeed's, for the bound role."""
+        """Loads as DeepSpeed, for the bound role."""
         return PipelineEngine.load_checkpoint(self.engine, folder, tag, *args, **kwargs)

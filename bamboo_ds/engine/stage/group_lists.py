@@ -1,4 +1,4 @@
-"""What learning-rate schedulers have once for each of their optimizer's groups, of which other stages have others.
+"""Entries of learning-rate schedulers, one for each of their optimizer's groups, of which other stages have others.
 
 Lists of numbers travel with a scheduler's state. Functions cannot, so those of a copy are compared with its owner's by
 the code that they were made by and the numbers that it was given.
@@ -22,7 +22,7 @@ _CURE = "give deepspeed.initialize a function that makes the scheduler, lr_sched
 
 
 def fit(scheduler: Any, own: int, others: int) -> None:
-    """Give ``scheduler``, made for ``own`` groups, a rate and a function for each of ``others``.
+    """Gives ``scheduler``, made for ``own`` groups, a rate and a function for each of ``others``.
 
     Rates are those that its optimizer's groups have; torch's schedulers keep them also where they drive others in turn.
 
@@ -46,12 +46,12 @@ def fit(scheduler: Any, own: int, others: int) -> None:
 
 
 def functions_of(scheduler: Any, groups: int) -> Tree:
-    """By what the functions were made that ``scheduler`` has for each of its ``groups``."""
+    """The origins of the functions that ``scheduler`` has for each of its ``groups``."""
     return [[name, [_made_by(each) for each in value]] for _, name, value in _functions(scheduler, groups)]
 
 
 def compare_functions(scheduler: Any, groups: int, theirs: Tree) -> None:
-    """Compare the functions of a replica's ``scheduler`` with its owner's.
+    """Compares the functions of a replica's ``scheduler`` with its owner's.
 
     Raises:
         UnsupportedError: they are others.
@@ -95,7 +95,7 @@ def _per_group(scheduler: Any, name: str, value: Sequence[Any], groups: int) -> 
 
 
 def _made_by(function: Any) -> str:
-    """Equal for functions that were made by the same code from the same values, as far as these are plain."""
+    """A text that is equal for functions made by the same code from the same values, as far as these are plain."""
     if isinstance(function, functools.partial):
         return f"{_made_by(function.func)}({_values([*function.args, *sorted(function.keywords.items())])})"
     if inspect.ismethod(function):

@@ -24,7 +24,7 @@ class RoleGroups:
         self._session = session
 
     def install(self, role: Role, grid: Any) -> None:
-        """Give ``grid`` the groups of ``role``'s stage."""
+        """Gives ``grid`` the groups of ``role``'s stage."""
         layout, rank = self.layout, self.layout.rank(role)
         ranks = [layout.rank(sibling) for sibling in layout.siblings(role)]
         name = f"bamboo/data/{role.stage}/{layout.slice_of(role)}"
@@ -35,7 +35,7 @@ class RoleGroups:
             grid.slice_proc_group = self._session.logical_group(slices_name(ranks), ranks, rank)
 
     def connect_ties(self, module: Any, role: Role) -> None:
-        """Give ``module``, the stage of ``role``, what DeepSpeed's constructor makes for its tied layers."""
+        """Gives ``module``, the stage of ``role``, what DeepSpeed's constructor makes for its tied layers."""
         layout, comms = self.layout, {}
         for key, stages in ties(module).items():
             if role.stage not in stages:
@@ -66,7 +66,7 @@ class RoleGroups:
         return nullcontext() if what is DRAW and self.layout.slices > 1 else self._session.attachment.among_nobody(what)
 
     def check(self) -> None:
-        """Raise ``EpochChanged`` if the current epoch is aborted."""
+        """Raises ``EpochChanged`` if the current epoch is aborted."""
         self._session.check()
 
     def among_slices(self, local: Role, role: Role, passing: bool) -> AbstractContextManager[None]:

@@ -1,4 +1,4 @@
-"""What the layers of a stage keep besides their parameters, and change in their passes.
+"""State that the layers of a stage keep besides their parameters, and change in their passes.
 
 That are buffers, what ``get_extra_state`` gives, and attributes that are numbers (counters, scales) or tensors
 (caches). A role's owner sends it with the reduced gradients of every iteration, since redundant passes change it on the
@@ -38,7 +38,7 @@ OF_ALL = frozenset(vars(nn.Module()))
 
 @dataclass
 class Changes:
-    """When the script has changed a stage between two operations.
+    """The changes of a stage by its script between two operations.
 
     Attributes:
         count: of iterations, without the first one, before which it did.
@@ -49,12 +49,12 @@ class Changes:
     last: int = -1
 
     def note(self, step: int) -> None:
-        """It does so now, after so many steps."""
+        """Notes a change after so many steps."""
         if step > self.last:
             self.count, self.last = self.count + (step > 0), step
 
     def follow(self, count: int, last: int) -> None:
-        """Another copy of the stage knows of these; it may have been told less than this one, or more."""
+        """Follows another copy of the stage, which may have been told less than this one, or more."""
         self.count, self.last = max(self.count, count), max(self.last, last)
 
 
@@ -125,7 +125,7 @@ class Layers:
         self._built.update({n: checksum(buffer) for n, buffer in self.buffers().items() if n not in self._built})
 
     def check(self) -> None:
-        """Refuse what layers have made in a pass and other copies of the stage lack until they do that pass.
+        """Refuses what layers have made in a pass and other copies of the stage lack until they do that pass.
 
         Raises:
             UnsupportedError: names it.
@@ -160,7 +160,7 @@ class Layers:
         return found
 
     def parameters_now(self) -> dict[str, nn.Parameter]:
-        """As :attr:`parameters`, which were there when the stage was built. One that layers share may be here twice."""
+        """The parameters now; :attr:`parameters` are those of the built stage. A shared one may be here twice."""
         return {
             f"{path}{name}": parameter
             for path, layer in self._modules
@@ -169,24 +169,24 @@ class Layers:
         }
 
     def extra(self) -> dict[str, Tree]:
-        """What ``get_extra_state`` gives, by the layers' names.
+        """Extra state (``get_extra_state``), by the layers' names.
 
         Raises:
             UnsupportedError: it cannot be sent, as is seen the first time.
         """
-        found = {path: layer.get_extra_state() for path, layer in self._extra}
+        states = {path: layer.get_extra_state() for path, layer in self._extra}
         for path, layer in self._extra:
             if path not in self._sendable:
                 try:
-                    split(found[path])
+                    split(states[path])
                 except UnsupportedError as error:
                     name = f"{path} ({type(layer).__name__})" if path else "the PipelineModule"
                     raise UnsupportedError(f"in what get_extra_state of layer {name} gives, {error}") from None
                 self._sendable.add(path)
-        return found
+        return states
 
     def _named(self) -> Iterator[tuple[str, dict[str, Any], list[str]]]:
-        """Of all layers, their attributes and the names of those that may be numbers or tensors."""
+        """The attributes of all layers, and the names of those that may be numbers or tensors."""
         for path, attributes in self._attributes.items():
             count, names = self._names.get(path, (0, []))
             if count != len(attributes):
@@ -203,7 +203,7 @@ class Layers:
         }
 
     def set_numbers(self, given: Numbers) -> None:
-        """Set ``given`` numbers; all others as every copy of the stage began."""
+        """Sets ``given`` numbers; all others as every copy of the stage began."""
         now = self.numbers()
         for path, attributes in self._attributes.items():
             began = self.began.get(path, {})
@@ -213,13 +213,13 @@ class Layers:
             attributes.update(given.get(path, {}))
 
     def set_tensors(self, given: Tree, whole: bool) -> None:
-        """Set tensors in attributes to what another copy of the stage has, all of it or what has changed there."""
+        """Sets tensors in attributes to what another copy of the stage has, all of it or what has changed there."""
         like = next(self._module.parameters(), None)
         device = torch.device("cpu") if like is None else like.device
         self.tensors.put(given, whole, self.began, device)
 
     def capture(self, parameters: Collection[str] = (), whole: bool = False) -> Tree:
-        """What the layers keep now; tensors are theirs.
+        """The state that the layers keep now; tensors are theirs.
 
         Args:
             parameters: names of parameters that are to be in it, too.
@@ -243,7 +243,7 @@ class Layers:
         }
 
     def _tell_objects(self) -> None:
-        """Tell, once each, what was a number or ``None`` and has become what no copy of the stage gets."""
+        """Tells, once each, what was a number or ``None`` and has become what no copy of the stage gets."""
         for path, began in self.began.items():
             attributes = self._attributes.get(path, {})
             for name in began:
@@ -273,11 +273,11 @@ class Layers:
         return kept <= max(_LITTLE, _LITTLE_SHARE * sum(parameter.nbytes for parameter in self.parameters.values()))
 
     def undo(self) -> Tree:
-        """What :meth:`restore` makes the layers keep what they keep now again."""
+        """State with which :meth:`restore` makes the layers keep what they keep now again."""
         return copied(self.capture(whole=True))
 
     def restore(self, given: Tree) -> None:
-        """Take over what :meth:`capture` gave of another copy of the stage."""
+        """Takes over what :meth:`capture` gave of another copy of the stage."""
         set_buffers(self._module, given["buffers"])
         self.set_numbers(given["numbers"])
         self.set_tensors(given["tensors"], given["whole"])
@@ -299,20 +299,20 @@ def _computed(attributes: Mapping[str, Any]) -> set[str]:
 
 
 def merged(mine: Tree, theirs: Tree, names: Collection[str]) -> Tree:
-    """What :meth:`Layers.capture` gave here, but of layers called ``names`` what it gave elsewhere."""
+    """State as :meth:`Layers.capture` gave it here, but that of layers called ``names`` as it gave it elsewhere."""
 
     def of(name: str, whole: bool) -> Tree:
         return theirs if (name if whole else name.rpartition(".")[0]) in names else mine
 
-    found = dict(mine)
+    result = dict(mine)
     for kind, whole in (("buffers", False), ("extra", True), ("extra_on", True), ("numbers", True), ("tensors", True)):
         either = {**mine[kind], **theirs[kind]}
-        found[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
-    return found
+        result[kind] = {name: of(name, whole)[kind][name] for name in either if name in of(name, whole)[kind]}
+    return result
 
 
 def newer(now: Numbers, before: Numbers) -> Numbers:
-    """Those of ``now`` that are not the same in ``before``."""
+    """Entries of ``now`` that are not the same in ``before``."""
     found = {}
     for path, values in now.items():
         old = before.get(path, {})
@@ -329,7 +329,7 @@ def copied(tree: Tree) -> Tree:
 
 
 def set_buffers(module: nn.Module, given: Mapping[str, torch.Tensor]) -> None:
-    """Give ``module`` the values of another one's buffers.
+    """Gives ``module`` the values of another one's buffers.
 
     Layers may make buffers when they first need them, or others (a larger cache of rotary embeddings): what is not here
     or has another shape or type is made.

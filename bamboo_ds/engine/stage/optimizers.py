@@ -39,7 +39,7 @@ Tensors = list[torch.Tensor]
 
 
 class Stage(Protocol):
-    """What an optimizer has to know of the runtime that it belongs to; see :class:`~.runtime.StageRuntime`."""
+    """The runtime as its optimizer knows it; see :class:`~.runtime.StageRuntime`."""
 
     role: Role
     attributes: dict[str, Any]
@@ -53,7 +53,7 @@ class Stage(Protocol):
 
 
 def buckets(tensors: Tensors) -> Iterator[list[int]]:
-    """Which of ``tensors`` DeepSpeed's engine reduces together."""
+    """Lists of those of ``tensors`` that DeepSpeed's engine reduces together."""
     for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
         places: list[int] = []
         elements = 0
@@ -82,9 +82,7 @@ class StageOptimizer(ABC):
     """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
 
     Args:
-        ds: DeepSpeed's engine.
-        groups: of the roles.
-        runtime: the runtime.
+        groups: process groups of the roles.
 
     Attributes:
         wrapper: what DeepSpeed calls ``engine.optimizer``.
@@ -126,16 +124,16 @@ class StageOptimizer(ABC):
         return True
 
     def accumulated(self, parameters: Sequence[torch.nn.Parameter]) -> list[torch.Tensor | None]:
-        """Copies of the sums of gradients of ``parameters`` so far; ``None``: nothing has been added."""
+        """Copies of the sums of gradients of ``parameters`` so far; ``None`` if nothing has been added."""
         return [None if p.grad is None else p.grad.detach().clone() for p in parameters]
 
     def accumulate_on(self, parameters: Sequence[torch.nn.Parameter], sums: Sequence[torch.Tensor | None]) -> None:
-        """Go on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
+        """Goes on from what :meth:`accumulated` gave elsewhere, which is the optimizer's from now on."""
         for parameter, total in zip(parameters, sums, strict=True):
             parameter.grad = laid_out(total, parameter)
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
-        """What :meth:`local` gave, with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
+        """The sums of :meth:`local` with other ``gradients`` for some parameters, by ``id``; ``sums`` stay."""
         places = self._places()
         found = list(sums)
         for parameter, gradient in gradients.items():
@@ -143,7 +141,7 @@ class StageOptimizer(ABC):
         return found
 
     def _places(self) -> dict[int, int]:
-        """Where the gradients of parameters are in what :meth:`local` gives."""
+        """Places of the gradients of parameters in what :meth:`local` gives."""
         return {id(p): i for i, p in enumerate(self._runtime.trainable())}
 
     def average(self, sums: Sequence[Tensors], shares: Shares | None) -> Tensors:
@@ -165,7 +163,7 @@ class StageOptimizer(ABC):
         return total
 
     def _average_of_shares(self, flats: Sequence[torch.Tensor], shares: Shares) -> torch.Tensor:
-        """As DeepSpeed's engine rounds and scales before and after the reduction."""
+        """Rounds and scales as DeepSpeed's engine before and after the reduction."""
         before, after = self._ds.scales(shares.count)
         flats = [flat.to(self._ds.communication_data_type) for flat in flats]
         if before != 1.0:
@@ -175,14 +173,14 @@ class StageOptimizer(ABC):
 
     @abstractmethod
     def measure(self, reduced: Tensors) -> Measured:
-        """What the commit has to know. Without communication; the engine answers collectives by a recorder."""
+        """Facts for the commit. Without communication; the engine answers collectives by a recorder."""
 
     def keep(self, reduced: Tensors) -> Tensors:
-        """What the step of this role needs of the reduced gradients, for its owner and its shadow alike."""
+        """The part of the reduced gradients that this role's step needs, for its owner and its shadow alike."""
         return reduced
 
     def apply(self, kept: Tensors) -> None:
-        """Put in place what :meth:`keep` gave."""
+        """Puts in place what :meth:`keep` gave."""
         for parameter, gradient in zip(self._runtime.trainable(), kept, strict=True):
             parameter.grad = gradient.reshape(parameter.shape)
 
@@ -195,7 +193,7 @@ class StageOptimizer(ABC):
         return nullcontext()
 
     def clear(self) -> None:
-        """Forget all sums."""
+        """Forgets all sums."""
         for parameter in self._runtime.module.parameters():
             parameter.grad = None
 
@@ -204,7 +202,7 @@ class StageOptimizer(ABC):
         forget_backward(self.wrapper)
 
     def release(self) -> None:
-        """The runtime is none of this member's any more: let its memory go."""
+        """Releases memory: the runtime is none of this member's any more."""
         # Some optimizers hook into the graph, and what hooks refer to no garbage collector finds.
         destroy = getattr(self.wrapper, "destroy", None)
         if callable(destroy):
@@ -233,7 +231,7 @@ class StageOptimizer(ABC):
         return {"inner": inner, "attributes": kept_by(self.inner), "masters": masters, "scaler": self._scaler()}
 
     def restore(self, state: Tree) -> None:
-        """Take over what :meth:`capture` gave elsewhere."""
+        """Takes over what :meth:`capture` gave elsewhere."""
         with without_state_hooks(self.inner):
             load_optimizer(self.inner, state["inner"])
         put_kept(self.inner, state["attributes"])
@@ -257,7 +255,7 @@ class StageOptimizer(ABC):
         return {}
 
     def _restore_scaler(self, numbers: dict[str, Any]) -> None:
-        """Take over what :meth:`_scaler` gave elsewhere."""
+        """Takes over what :meth:`_scaler` gave elsewhere."""
         assert not numbers
 
     # -- shards -------------------------------------------------------------------------------------------
@@ -267,16 +265,16 @@ class StageOptimizer(ABC):
         return []
 
     def fill(self, part: int, shard: Tensors) -> None:
-        """Take over :meth:`shard` of the role in copy ``part`` of the model."""
+        """Takes over :meth:`shard` of the role in copy ``part`` of the model."""
         raise ProtocolError("this optimizer is not partitioned")
 
     def gather(self) -> None:
-        """Take over the shards of all roles of the stage from their owners. Collective: each owns one of them."""
+        """Takes over the shards of all roles of the stage from their owners. Collective: each owns one of them."""
         raise ProtocolError("this optimizer is not partitioned")
 
 
 class NoOptimizer(StageOptimizer):
-    """Of an engine that evaluates only: the script has given no optimizer (yet), so nothing is stepped or copied."""
+    """Stands for none: the script has given no optimizer (yet) and evaluates only, so nothing is stepped or copied."""
 
     norms = 0
     skips = False
@@ -318,7 +316,7 @@ class PlainOptimizer(StageOptimizer):
         return False
 
     def measure(self, reduced: Tensors) -> Measured:
-        """Sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
+        """The sum of squares of the gradients that count for clipping, in fp32 as DeepSpeed computes it.
 
         DeepSpeed counts a parameter on the first rank of the model-parallel group (which in a pipeline is its first
         stage) or where the parameter is marked as model-parallel.
@@ -350,7 +348,7 @@ class HalfOptimizer(StageOptimizer):
 
     @abstractmethod
     def _norms(self, gradients: list[Tensors]) -> None:
-        """Compute the norms that the step will."""
+        """Computes the norms that the step will."""
 
     def groups(self) -> list[list[torch.nn.Parameter]]:
         return self.wrapper.fp16_groups
@@ -367,7 +365,7 @@ class HalfOptimizer(StageOptimizer):
 
 
 def check_freezing(optimizer: StageOptimizer) -> None:
-    """Refuse what a script freezes, or makes trainable, after its engine was built, where copies cannot follow.
+    """Refuses what a script freezes, or makes trainable, after its engine was built, where copies cannot follow.
 
     Raises:
         UnsupportedError: the optimizer is DeepSpeed's for fp16 without ZeRO.
@@ -431,5 +429,5 @@ def _tensors_in(value: Any, path: str) -> Iterator[tuple[str, torch.Tensor]]:
         for name in sorted(value, key=str):
             yield from _tensors_in(value[name], f"{path} {name}")
     elif isinstance(value, (list, tuple)):
-        for number, each in enumerate(value):
-            yield from _tensors_in(each, f"{path} {number}")
+        for number, part in enumerate(value):
+            yield from _tensors_in(part, f"{path} {number}")

@@ -1,4 +1,4 @@
-"""Of states that scripts' objects give, what can be sent to a copy of a stage; the rest the copy has of its own."""
+"""The parts of scripts' objects' states that can be sent to a copy of a stage; the rest the copy has of its own."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ def portable(value: Any) -> Tree:
 
 
 def completed(given: Tree, own: Any) -> Any:
-    """What :func:`portable` has ``given`` elsewhere, of the types that a copy's ``own`` has, with what was not sent."""
+    """The state ``given`` by :func:`portable` elsewhere, in the types of a copy's ``own``, with what was not sent."""
     if isinstance(given, Mapping) and isinstance(own, Mapping):
-        kept = {key: each for key, each in own.items() if key not in given and not travels(each)}
-        found: Any = {} if type(own) is dict else copy.copy(own)
-        if found:
-            found.clear()
-        for key, each in given.items():
-            found[key] = completed(each, own.get(key))
-        for key, each in kept.items():
-            found[key] = each
-        return found
+        kept = {key: part for key, part in own.items() if key not in given and not travels(part)}
+        result: Any = {} if type(own) is dict else copy.copy(own)
+        if result:
+            result.clear()
+        for key, part in given.items():
+            result[key] = completed(part, own.get(key))
+        for key, part in kept.items():
+            result[key] = part
+        return result
     if isinstance(given, (list, tuple)) and isinstance(own, (list, tuple)) and len(given) == len(own):
-        found = [completed(each, mine) for each, mine in zip(given, own, strict=True)]
-        return found if isinstance(given, list) else type(own)(*found) if hasattr(own, "_fields") else tuple(found)
+        result = [completed(part, mine) for part, mine in zip(given, own, strict=True)]
+        return result if isinstance(given, list) else type(own)(*result) if hasattr(own, "_fields") else tuple(result)
     return given
 
 

@@ -1,4 +1,4 @@
-"""What values refer to, through closures, globals, attributes and containers; and other modules in the place of that.
+"""References of values, through closures, globals, attributes and containers; and other modules in their place.
 
 Scripts give a ``PipelineModule`` its own methods as loss function or as layers: a copy of it has its own ones.
 """

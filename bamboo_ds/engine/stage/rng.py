@@ -30,7 +30,7 @@ GENERATORS = (torch.Generator, random.Random, numpy.random.RandomState, numpy.ra
 
 
 class Drawing(str, Enum):
-    """What draws random numbers; the value is a part of the key."""
+    """The uses of random numbers; the value is a part of the key."""
 
     FORWARD = ""
     BACKWARD = "backward"
@@ -55,7 +55,7 @@ def _hashed(key: bytes) -> int:
 
 @contextmanager
 def keyed_generators(seed: int, device: torch.device, number: int = 0, others: bool = True) -> Iterator[None]:
-    """Run the body with torch's default generators seeded by ``seed``; restore their states afterwards.
+    """Runs the body with torch's default generators seeded by ``seed``; restores their states afterwards.
 
     So a forward pass draws the same dropout masks on whichever member it runs, activation checkpointing
     replays them (it records the generator's state inside the body), and the script's own stream of random
@@ -110,14 +110,14 @@ def _state(seed: int, name: str, device: torch.device) -> torch.Tensor:
 
 @contextmanager
 def left_alone(device: torch.device) -> Iterator[None]:
-    """Restore the states of torch's default generators, Python's and NumPy's, and those that are tracked, after it."""
+    """Restores the states of torch's default generators, Python's and NumPy's, and those that are tracked, after it."""
     with restored(default_generators(device, others=True)), _trackers_restored():
         yield
 
 
 @contextmanager
 def keyed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> Iterator[None]:
-    """Run the body with ``generators``, named ones, seeded by ``seed`` and their names; restore their states."""
+    """Runs the body with ``generators``, named ones, seeded by ``seed`` and their names; restores their states."""
     with restored([generator for _, generator in generators]):
         seed_attributes(generators, seed)
         yield
@@ -131,7 +131,7 @@ def seed_attributes(generators: Sequence[tuple[str, Any]], seed: int) -> None:
 
 @contextmanager
 def restored(generators: Sequence[Any]) -> Iterator[None]:
-    """Restore the states of ``generators`` after the body; modules such as ``random`` may be among them."""
+    """Restores the states of ``generators`` after the body; modules such as ``random`` may be among them."""
     states = [_state_of(generator) for generator in generators]
     try:
         yield
@@ -166,14 +166,13 @@ def _seed(generator: Any, seed: int) -> None:
 
 @contextmanager
 def seeded_layers(module: Any, before: int | None = None) -> Iterator[None]:
-    """Run a pass of a ``PipelineModule`` in the body, which seeds each of its layers if its ``seed_layers`` is on.
+    """Runs a pass of a ``PipelineModule`` in the body, which seeds each of its layers if its ``seed_layers`` is on.
 
     DeepSpeed makes the seed from the number of the forward pass, and seeds the generators of Python and NumPy, too;
     these are restored, since a redundant pass runs at any time.
 
     Args:
-        module: the module.
-        before: forward passes before this one, had all passes of the role run here; ``None``: it is a backward pass.
+        before: forward passes before this one, had all passes of the role run here; ``None`` in a backward pass.
     """
     if not module.seed_layers:
         yield

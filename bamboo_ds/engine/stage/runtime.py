@@ -69,7 +69,6 @@ class StageRuntime:
     """One role on this member: as its owner, or as its shadow.
 
     Attributes:
-        role: the role.
         owned: whether this member owns the role; else it holds the role's replica.
         blocks: number of blocks of the stage.
         optimizer: carries out and copies its steps.
@@ -104,7 +103,7 @@ class StageRuntime:
         self.share = Share(self.blocks, {})
 
     def device(self, own: torch.device) -> torch.device:
-        """Where its tensors are, on a member whose device is ``own``."""
+        """The device of its tensors, on a member whose device is ``own``."""
         return HOST if self.parked else own
 
     @property
@@ -126,7 +125,7 @@ class StageRuntime:
         return [p.requires_grad for p in self.module.parameters()]
 
     def train_only(self, trained: Sequence[bool]) -> None:
-        """Make those parameters trainable that :meth:`trains` said are so elsewhere, and no others."""
+        """Makes those parameters trainable that :meth:`trains` said are so elsewhere, and no others."""
         self.catch_up()  # a step goes by what was trainable in its iteration
         for parameter, trains in zip(self.module.parameters(), trained, strict=False):
             parameter.requires_grad = trains
@@ -134,7 +133,7 @@ class StageRuntime:
                 parameter.grad = None  # of redundant passes that did not know of it
 
     def catch_up(self) -> None:
-        """Take the step that is pending, if there is one: before what is here counts as the role's state."""
+        """Takes the step that is pending, if there is one: before what is here counts as the role's state."""
         step, self.pending = self.pending, None
         if step is not None:
             step(self)
@@ -163,7 +162,7 @@ class StageRuntime:
         return first and part.begin == 0, last and part.end == self.blocks
 
     def begin_iteration(self) -> None:
-        """Forget everything of the iteration before. The runtime must not be bound."""
+        """Forgets everything of the iteration before. The runtime must not be bound."""
         buffers = self.attributes["pipe_buffers"]
         for name in buffers:
             buffers[name] = [None] * len(buffers[name])
@@ -171,7 +170,7 @@ class StageRuntime:
         self.attributes.update(total_loss=None, total_additional_losses=None, grad_layer=None, fwd_outputs=[])
 
     def begin_again(self) -> None:
-        """Forget all passes of this iteration. The runtime must not be bound."""
+        """Forgets all passes of this iteration. The runtime must not be bound."""
         before = self.share
         self.begin_iteration()
         self.share.divide(before.ranges)
@@ -214,7 +213,7 @@ class RuntimeBinding:
         runtime.attributes = {name: values.get(name) for name in BOUND_ATTRIBUTES}
 
     def use(self, runtime: StageRuntime) -> StageRuntime:
-        """Make ``runtime`` the one that the engine computes."""
+        """Makes ``runtime`` the one that the engine computes."""
         if runtime is not self.current:
             self._save(self.current)
             self.current = runtime
@@ -223,16 +222,16 @@ class RuntimeBinding:
         return runtime
 
     def refresh(self) -> None:
-        """Bring the current runtime's saved attributes up to date."""
+        """Brings the current runtime's saved attributes up to date."""
         self._save(self.current)
 
     def reload(self) -> None:
-        """Bring the engine up to date with the current runtime's saved attributes."""
+        """Brings the engine up to date with the current runtime's saved attributes."""
         self._engine.__dict__.update(self.current.attributes)
         self._engine._modules["module"] = self.current.attributes["module"]
 
     def drop(self, role: Role) -> None:
-        """Forget a runtime. That of the local role stays bound, but is none of them any more."""
+        """Forgets a runtime. That of the local role stays bound, but is none of them any more."""
         runtime = self.runtimes.pop(role)
         if runtime is not self.local:
             runtime.optimizer.release()
@@ -244,7 +243,7 @@ class RuntimeBinding:
         self.reload()
 
     def begin_iteration(self) -> None:
-        """Forget the iteration before on all runtimes."""
+        """Forgets the iteration before on all runtimes."""
         self.refresh()
         for runtime in self.runtimes.values():
             runtime.begin_iteration()

@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_step(scheduler: Any, samples: int) -> None:
-    """A step as DeepSpeed's engine takes it.
+    """Takes a step as DeepSpeed's engine does.
 
     Args:
         samples: of the iteration, for schedulers that count them.
@@ -52,7 +52,6 @@ class Pristine:
     """A script's scheduler as it was when the engine got it, mostly before its first step, to make others of.
 
     Args:
-        scheduler: the scheduler.
         optimizer: the one that it drives.
         wrapper: DeepSpeed's optimizer around that one, which the scheduler may have been given instead.
         shared: what every copy may refer to, as it does.
@@ -92,7 +91,7 @@ class Pristine:
             ) from error
 
     def clone(self, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> Any:
-        """One more, that drives ``optimizer``, whose groups are set as before a first step.
+        """Another scheduler, which drives ``optimizer``, whose groups are set as before a first step.
 
         Raises:
             UnsupportedError: none can be made for these groups.
@@ -119,7 +118,7 @@ class Pristine:
         return scheduler
 
     def renew(self, scheduler: Any, optimizer: torch.optim.Optimizer, wrapper: Any = None) -> None:
-        """Make ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
+        """Makes ``scheduler``, which drives ``optimizer``, as it was when the engine got it; a script may hold it."""
         original = next((each for known, each in self._made if known() is scheduler), self._original)
         known = {**self._shared, **original.driving(optimizer, wrapper), id(original.scheduler): scheduler}
         attributes = copy.deepcopy(vars(original.scheduler), known)
@@ -137,7 +136,7 @@ class _Original:
     wrapper: Any
 
     def driving(self, optimizer: Any, wrapper: Any) -> dict[int, Any]:
-        """What a copy of it that drives ``optimizer`` refers to, by the ``id`` of what it refers to itself."""
+        """Referents of a copy that drives ``optimizer``, by the ``id`` of its own."""
         around = {} if self.wrapper is None else {id(self.wrapper): wrapper}
         return {**around, id(self.optimizer): optimizer}
 
@@ -146,7 +145,6 @@ def settings_of(optimizer: torch.optim.Optimizer | None, nested: bool = False) -
     """Learning rate and the like of each of the optimizer's groups; none without an optimizer.
 
     Args:
-        optimizer: whose they are.
         nested: with lists and dictionaries of such.
     """
     kinds = (tuple, list, dict) if nested else (tuple,)
@@ -162,7 +160,7 @@ def settings_of(optimizer: torch.optim.Optimizer | None, nested: bool = False) -
 
 
 def put_settings(group: dict[str, Any], settings: dict[str, Any]) -> None:
-    """Set what :func:`settings_of` gave of another group; tensors stay the ones that they are."""
+    """Sets what :func:`settings_of` gave of another group; tensors stay the ones that they are."""
     for name, value in settings.items():
         own = group.get(name)
         if torch.is_tensor(own) and isinstance(value, Scalar):
@@ -225,18 +223,18 @@ class SchedulerPosition:
 
     @classmethod
     def of(cls, runtime: Scheduled) -> SchedulerPosition:
-        """Of what ``runtime`` has. Its attributes must be up to date."""
+        """The position of ``runtime``, whose attributes must be up to date."""
         scheduler = runtime.attributes["lr_scheduler"]
         state = copy.deepcopy(portable(scheduler.state_dict())) if scheduler is not None else None
         return cls(state, settings_of(runtime.attributes["basic_optimizer"]))
 
     def assure(self, runtime: Scheduled) -> None:
-        """The same as :meth:`restore`, where ``runtime`` is not there already."""
+        """Does as :meth:`restore`, where ``runtime`` is not there already."""
         if SchedulerPosition.of(runtime) != self:
             self.restore(runtime)
 
     def restore(self, runtime: Scheduled) -> None:
-        """Restore this position into ``runtime``, whose optimizer has as many groups."""
+        """Restores this position into ``runtime``, whose optimizer has as many groups."""
         optimizer = runtime.attributes["basic_optimizer"]
         load_scheduler(runtime, self.state)
         for group, given in zip(optimizer.param_groups, self.groups, strict=True):
@@ -244,7 +242,7 @@ class SchedulerPosition:
 
 
 def capture_scheduler(runtime: Scheduled) -> Tree:
-    """What a copy of the scheduler of ``runtime`` must have; ``None`` if there is none."""
+    """The state that a copy of the scheduler of ``runtime`` must have, or ``None`` without one."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
     if scheduler is None:
         return None
@@ -253,7 +251,7 @@ def capture_scheduler(runtime: Scheduled) -> Tree:
 
 
 def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
-    """Give the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
+    """Gives the scheduler of ``runtime`` what :func:`capture_scheduler` gave of its owner's.
 
     Raises:
         UnsupportedError: it is another one.
@@ -275,7 +273,7 @@ def restore_scheduler(runtime: Scheduled, given: Tree) -> None:
 
 
 def load_scheduler(runtime: Scheduled, state: Any) -> None:
-    """Give the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
+    """Gives the scheduler of ``runtime``, if it has one, the ``state`` of another one."""
     scheduler, optimizer = (runtime.attributes[name] for name in ("lr_scheduler", "basic_optimizer"))
     if scheduler is None:
         return
@@ -291,7 +289,7 @@ def load_scheduler(runtime: Scheduled, state: Any) -> None:
 
 @contextlib.contextmanager
 def _quietly() -> Iterator[None]:
-    """Log what a scheduler prints while a state is loaded into it: the script has not asked for that.
+    """Logs what a scheduler prints while a state is loaded into it: the script has not asked for that.
 
     After an error it is printed, since it may explain the error.
     """

@@ -122,14 +122,14 @@ class Bf16Optimizer(ShardedOptimizer):
         return mine
 
     def replaced(self, sums: Tensors, gradients: Mapping[int, torch.Tensor]) -> Tensors:
-        found = [flat.clone() for flat in sums]
+        flats = [flat.clone() for flat in sums]
         flags = self.wrapper.fp32_groups_has_gradients
-        for number, (group, views) in enumerate(zip(self.groups(), self._views(found), strict=True)):
-            for place, (each, view) in enumerate(zip(group, views, strict=True)):
-                if id(each) in gradients:
-                    view.copy_(gradients[id(each)].reshape(-1))
+        for number, (group, views) in enumerate(zip(self.groups(), self._views(flats), strict=True)):
+            for place, (parameter, view) in enumerate(zip(group, views, strict=True)):
+                if id(parameter) in gradients:
+                    view.copy_(gradients[id(parameter)].reshape(-1))
                     flags[number][place] = True  # else the norm leaves out what was accumulated elsewhere
-        return found
+        return flats
 
     def measure(self, reduced: Tensors) -> Measured:
         recorder = Recorder()
@@ -250,7 +250,7 @@ class ZeroOptimizer(ShardedOptimizer):
 
     @property
     def _attribute(self) -> str:
-        """Where gradients of a parameter add up; what DeepSpeed gives to the reduction older versions have rounded."""
+        """The attribute in which gradients add up; what DeepSpeed gives to the reduction older versions round."""
         return "grad_accum" if self.wrapper.use_grad_accum_attribute else "grad"
 
     def _places(self) -> dict[int, int]:
@@ -283,7 +283,7 @@ class ZeroOptimizer(ShardedOptimizer):
     def _pieces(self, reduced: Tensors) -> list[Tensors]:
         """Per parameter group, the parts of the gradients that belong to this role's shard."""
         gradients = {id(p): g for p, g in zip((p for g in self.groups() for p in g), reduced, strict=True)}
-        found = []
+        by_group = []
         zero = self.wrapper
         for parameters, offset, size in zip(
             zero.params_in_partition, zero.first_offset, zero.partition_size, strict=True
@@ -293,8 +293,8 @@ class ZeroOptimizer(ShardedOptimizer):
                 piece = gradients[id(parameter)].reshape(-1)[skip : skip + left]
                 pieces.append(piece)
                 left, skip = left - piece.numel(), 0
-            found.append(pieces)
-        return found
+            by_group.append(pieces)
+        return by_group
 
     def keep(self, reduced: Tensors) -> Tensors:
         kept = []

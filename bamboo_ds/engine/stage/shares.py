@@ -20,7 +20,7 @@ from ...comm.calls.order import order_for, reduced
 
 @dataclass(frozen=True)
 class Shares:
-    """Who contributes what to one reduction.
+    """The contributors to one reduction.
 
     Attributes:
         count: ranks that contribute: of the roles of a stage, one per copy of the model, or of those with tied weights.
@@ -32,7 +32,7 @@ class Shares:
 
 
 def shares_of(owners: Sequence[str], own: Sequence[int]) -> Shares | None:
-    """The shares of ranks that ``owners`` have, of which ``own`` are this member's; ``None``: each is another's."""
+    """The shares of ranks that ``owners`` have, of which ``own`` are this member's; ``None`` if each is another's."""
     return Shares(len(owners), tuple(own)) if len(set(owners)) < len(owners) else None
 
 

@@ -51,7 +51,6 @@ def loading_alone(module: Any, checkpoint: dict[str, Any], folder: str, checkpoi
     """The body loads the state of ``module``, a stage, without the collectives that DeepSpeed has for tied weights.
 
     Args:
-        module: the stage.
         checkpoint: holds the weights itself, or its ``module`` is not a dictionary.
         folder: of the checkpoint.
         checkpoint_engine: DeepSpeed's, to read files with.
@@ -66,7 +65,7 @@ def loading_alone(module: Any, checkpoint: dict[str, Any], folder: str, checkpoi
 
 
 def _load_tied_weights(module: Any, folder: str, checkpoint_engine: Any) -> None:
-    """Load tied weights that ``module`` has no file of, from the file of the stage that has.
+    """Loads tied weights that ``module`` has no file of, from the file of the stage that has.
 
     DeepSpeed writes no file for a tied layer with a ``forward_fn``. Where it loads, its stages broadcast the weights;
     here every role is loaded for itself, after its own files.

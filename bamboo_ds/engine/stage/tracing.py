@@ -1,4 +1,4 @@
-"""What the layers of a stage give in its passes, as checksums, to find the layer from which on two copies differ."""
+"""Results of a stage's layers in its passes, as checksums, to find the layer from which on two copies differ."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _observer(forward: Trace, backward: Trace, output: str, gradient: str) -> An
 
 
 def layer_name(module: Any, number: int) -> str:
-    """How people call the layer of the bound stage that is ``number`` of the model, or what follows the last one."""
+    """People's name for the layer of the bound stage that is ``number`` of the model, or for what follows the last."""
     at = number - module._local_start
     if at >= len(module.forward_funcs):
         return "the loss function" if number == len(module._layer_specs) else "the next stage"
@@ -138,7 +138,7 @@ def payload_checksum(payload: Payload) -> int:
 
 
 def bits(state: Tree) -> tuple[str, list[int]]:
-    """Equal for trees that are the same to the last bit."""
+    """Text and numbers that are equal for trees that are the same to the last bit."""
     text, tensors = split(state)
     return text, [checksum(tensor) for tensor in tensors]
 
@@ -175,8 +175,8 @@ def sum_of_bits(tensors: Iterable[torch.Tensor]) -> int:
         rows = whole[: whole.numel() - rest].view(-1, _COLUMNS)
         parts = rows.sum(1, dtype=torch.int64), rows.sum(0, dtype=torch.int64), whole[whole.numel() - rest :]
         sums += [(part * torch.arange(1, part.numel() + 1, device=part.device)).sum() for part in parts]
-    told = torch.stack(sums).tolist() if sums else []
-    return zlib.crc32(repr(told).encode())
+    numbers = torch.stack(sums).tolist() if sums else []
+    return zlib.crc32(repr(numbers).encode())
 
 
 def _folded(data: Any) -> Any:

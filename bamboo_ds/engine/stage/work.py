@@ -1,4 +1,4 @@
-"""What a member has of one role in one iteration: its share of the passes, and what follows from them."""
+"""The work of a member for one role in one iteration: its share of the passes, and what follows from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Buffers = dict[str, list[Any]]
 
 @dataclass(eq=False)
 class Part:
-    """What this member has done of a part of a stage in the current iteration; of all of it, mostly.
+    """The work that this member has done of a part of a stage in the current iteration; of all of it, mostly.
 
     Attributes:
         begin: its first block.
@@ -63,14 +63,14 @@ class Part:
 
     @property
     def gradients_held(self) -> int:
-        """Of how many micro-batches, without a gap, the gradients of the outputs are used or here."""
+        """The number of micro-batches, without a gap, whose output gradients are used or here."""
         count = self.backwards
         while count in self.given:
             count += 1
         return count
 
     def use_given(self, until: int) -> None:
-        """Use what is here of gradients up to micro-batch ``until``; what comes from there on is sent again.
+        """Uses what is here of gradients up to micro-batch ``until``; what comes from there on is sent again.
 
         Raises:
             ProtocolError: one is missing.
@@ -81,7 +81,7 @@ class Part:
             raise ProtocolError(f"gradients of micro-batches {missing} are gone, and no part holds them any more")
 
     def forget(self, to: PartProgress) -> None:
-        """Drop what is of passes that do not count at ``to``, or are over."""
+        """Drops what is of passes that do not count at ``to``, or are over."""
         flying = range(to.backwards, to.forwards)
         for values in self.buffers.values():
             for m in range(len(values)):
@@ -102,7 +102,7 @@ class Part:
 
 @dataclass(frozen=True)
 class PartSums:
-    """What the shadow of a role has computed of it, for the owner.
+    """Sums that the shadow of a role has computed of it, for the owner.
 
     Attributes:
         gradients: of trainable parameters, by ``id``.
@@ -114,7 +114,7 @@ class PartSums:
 
 
 class Share:
-    """What this member computes of a stage in one iteration: all of it, mostly.
+    """The share of this member in a stage in one iteration: all of it, mostly.
 
     Args:
         blocks: number of blocks of the stage.
@@ -166,7 +166,7 @@ class Share:
         return self.part
 
     def divide(self, ranges: Sequence[tuple[int, int]]) -> None:
-        """Compute these blocks. Parts that are there stay as they are; gradients of others must not be in the sums."""
+        """Computes these blocks. Parts that are there stay as they are; gradients of others must not be in the sums."""
         buffers, known = self.parts[0].buffers, dict(zip(self.ranges, self.parts, strict=True))
         self.parts = [
             known.get(each) or Part(*each, {name: [None] * len(buffers[name]) for name in buffers}) for each in ranges
@@ -176,7 +176,7 @@ class Share:
 
 @dataclass
 class Results:
-    """What the passes of a role have given in one iteration, here or at its owner, up to its optimizer step.
+    """Results of a role's passes in one iteration, here or at its owner, up to its optimizer step.
 
     Attributes:
         tied: gradients of tied weights, summed over the stages that hold them, by place in the list of trainable
@@ -199,7 +199,7 @@ class Results:
     consumed: dict[int, int] = field(default_factory=dict)
 
     def drop_reduction(self) -> None:
-        """What was reduced is void; the micro-batches that were loaded are not."""
+        """Drops what was reduced; the micro-batches that were loaded stay."""
         self.tied.clear()
         self.reduced = self.measured = self.loss = self.layers = None
 

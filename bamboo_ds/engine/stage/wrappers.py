@@ -1,4 +1,4 @@
-"""Which of DeepSpeed's optimizers is handled by what."""
+"""The classes that handle DeepSpeed's optimizers."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _KINDS: dict[type, type[StageOptimizer]] = {
 
 
 def stage_optimizer(ds: DeepSpeedAdapter, groups: RoleGroups, runtime: StageRuntime) -> StageOptimizer:
-    """What carries out and copies the steps of ``runtime``."""
+    """The object that carries out and copies the steps of ``runtime``."""
     if runtime.attributes["basic_optimizer"] is None:
         return NoOptimizer(ds, groups, runtime)
     return _KINDS.get(type(runtime.attributes["optimizer"]), PlainOptimizer)(ds, groups, runtime)
