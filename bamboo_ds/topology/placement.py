@@ -84,12 +84,15 @@ def _shed(board: Board, member: str, own: set[int], limit: float, finder: Loads 
     roster = board.roster
     apart = finder.least(roster.domains, (roster.domains[member],)) if finder is not None else None
 
-    def price(rank: int) -> tuple[int, int, int]:
+    script_rank = roster.everyone[member].script_rank
+
+    def price(rank: int) -> tuple[int, int, bool, int]:
         free = board.holder(rank, limit, besides=member) is not None
         if apart is not None and not free and not board.shadowable(rank, member):
             free = board.fits(rank, apart, limit)
         together = sum(neighbour in own for neighbour in board.adjacent[rank])
-        return (0 if free else board.weights[rank], together, -rank)
+        # The script's own role stays where scripts do something to their own stages.
+        return (0 if free else board.weights[rank], together, rank == script_rank, -rank)
 
     heap = [(price(rank), rank) for rank in own]
     heapify(heap)

@@ -169,8 +169,11 @@ class Takeover(InContext):
         supply.needs.tell(apart=supply.apart or supply.needs.apart)
         begin, operation = time.monotonic(), self.progress.operation
         plan = self.job.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
-        if operation.recovery is not None:  # training has paused for that worker as for any other plan
-            waited, self.epoch.job.lost_at = time.monotonic() - begin, None  # another loss meanwhile is in it
+        # Training has paused for that worker as for any other plan; another loss meanwhile is in it.
+        if operation.recovery is None:
+            self.epoch.job.lost_at = begin
+        else:
+            waited, self.epoch.job.lost_at = time.monotonic() - begin, None
             operation.recovery = replace(operation.recovery, planned=operation.recovery.planned + waited)
         raise EpochChanged(f"epoch {plan.epoch} follows")
 

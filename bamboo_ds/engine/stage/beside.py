@@ -7,6 +7,7 @@ lacks something that it may need: the check of the first steps compares it.
 
 from __future__ import annotations
 
+import argparse
 import functools
 import io
 import logging
@@ -37,7 +38,10 @@ from .tracing import checksum
 _DEPTH, _MOST = 8, 10_000
 #: What belongs to the process, or is told by its type: it is not looked into.
 _OPAQUE = (type, types.ModuleType, types.BuiltinFunctionType, nn.Module, torch.optim.Optimizer, dist.ProcessGroup)
-_OF_PROCESS = (logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType)
+_OF_PROCESS = (
+    *(logging.Logger, logging.Handler, threading.Thread, io.IOBase, types.GeneratorType, types.FrameType),
+    argparse.Namespace,  # the script's options, in which the rank differs; layers may hold them from a pass on
+)
 #: What is told by what it contains, or by how it is made, and not by its attributes.
 _CONTAINERS = (Mapping, list, tuple, deque, set, frozenset, numpy.ndarray, torch.Tensor)
 _CALLABLE = (types.FunctionType, types.MethodType, functools.partial)
@@ -97,7 +101,7 @@ def beside_layers(runtime: Runtime) -> dict[str, Contents]:
 def _one_by_one(name: str, value: Any) -> Iterator[tuple[str, Any]]:
     """The attributes of an object one by one, with their paths; anything else as it is.
 
-    Layers of Megatron have the script's options in an attribute, in which the rank differs and a count of samples is
+    Layers of GPT-NeoX have the script's options in an attribute, in which the rank differs and a count of samples is
     brought up to date on all ranks alike.
     """
     inside = getattr(value, "__dict__", None)

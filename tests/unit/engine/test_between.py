@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import collections
 import functools
 import random
@@ -80,7 +81,7 @@ def test_only_what_has_changed_or_has_tensors_is_compared() -> None:
 
 
 def test_options_of_a_script_in_its_layers_are_compared_one_by_one() -> None:
-    """As in Megatron's: that of the rank differs, and one changes on all ranks alike."""
+    """As in GPT-NeoX's: that of the rank differs, and one changes on all ranks alike."""
 
     def told(rank: int, samples: int, seen: int) -> dict[str, Any]:
         net = nn.ModuleDict({"layer": nn.Linear(2, 2)})
@@ -92,6 +93,20 @@ def test_options_of_a_script_in_its_layers_are_compared_one_by_one() -> None:
     assert not lacks(newer(told(0, 8, 0), began), mine)
     (found,) = lacks(newer(told(0, 8, 1), began), mine)
     assert found == "attribute 'options.seen' of layer layer (Linear)"
+
+
+def test_options_that_layers_take_in_their_first_pass_are_no_state() -> None:
+    """As Megatron's do."""
+
+    def told(*options: argparse.Namespace) -> dict[str, Any]:
+        net = nn.ModuleDict({"layer": nn.Linear(2, 2)})
+        for each in options:
+            net["layer"].options = each  # type: ignore[assignment]
+        none = {"basic_optimizer": None, "lr_scheduler": None}
+        return beside_layers(SimpleNamespace(module=net, attributes=none))  # type: ignore[arg-type]
+
+    began, mine = told(), told(argparse.Namespace(rank=1, layers=[4]))
+    assert not lacks(newer(told(argparse.Namespace(rank=0, layers=[4])), began), mine)
 
 
 @pytest.mark.parametrize("kind", [collections.OrderedDict, collections.Counter, collections.UserDict, list])

@@ -413,6 +413,17 @@ def test_hysteresis() -> None:
     assert not moves(before, moved, holders_of(before)), "an exchange with the shadow costs nothing"
 
 
+@pytest.mark.parametrize("lost", range(4))
+def test_a_joiner_gets_the_stage_that_its_script_runs_as(lost: int) -> None:
+    """Not the own stage of the member that has taken over, whatever the script does to that between steps."""
+    members = [member(slot, script_rank=slot) for slot in range(4)]
+    before = started(Layout(2, 2), members)
+    alive = [each for each in members if each.slot != lost]
+    after = takeover(before, {f"m{lost}"}, members=members)
+    joined = next_plan(after, [*alive, member(9, script_rank=lost)])
+    assert joined.owners == tuple("m9" if rank == lost else f"m{rank}" for rank in range(4))
+
+
 def test_zones_are_spread() -> None:
     """Four roles without owner and eight members in two zones: neighbours are in different ones."""
     layout = Layout(1, 4)
