@@ -117,7 +117,10 @@ class Divider:
         among its own members without it.
         """
         now, gained = best, best
-        while not now.even and (shadows := self._link(ground, now, holders)) is not None:
+        for _ in best.together()[1:]:  # each link makes them one fewer
+            shadows = None if now.even else self._link(ground, now, holders)
+            if shadows is None:
+                break
             now = self._settled(ground, shadows)
             gained = now if now.better_than(gained) else gained
         return gained if self._gains(gained, best) else best
@@ -129,7 +132,7 @@ class Divider:
             options = [
                 (member not in holders.get(rank, ()), now.loads.by_member[member], self._roster.order[member], rank)
                 for rank, owner in enumerate(ground.owners)
-                if owner in most.members and now.spare(rank)
+                if owner in most.members and ground.ways[rank // ground.pipelines] and now.spare(rank)
                 for member in least.members
                 if self._roster.apart(owner, member) and self._may_hold(rank, member, left)
             ]

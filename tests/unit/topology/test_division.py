@@ -163,6 +163,17 @@ def test_shares_of_uneven_blocks(pipelines: int, stages: int, members: int, most
         assert predicted_s(plan, Costs()) <= most * pipelines * sum(blocks) / members
 
 
+@pytest.mark.parametrize("whole", [0, 1])
+def test_stages_that_stay_whole_bring_members_no_work(whole: int) -> None:
+    plan = job(4, 2, 4)
+    plan = replace(plan, cuts=tuple(() if stage == whole else (1, 2, 3) for stage in range(2)))
+    alive = list(plan.members)
+    for lost in Random(1).sample(alive, 3):
+        alive.remove(lost)
+        plan = settled(takeover(plan, {lost}), candidates(alive, plan.world.size, {}))
+        assert all(plan.world.role(each.rank).stage != whole for each in plan.lent)
+
+
 def test_a_loss_leaves_other_parts_where_they_are() -> None:
     plan = replace(job(1, 4, 3), lent=(Lent(1, 1, "front"), Lent(3, 2, "rear")))
     assert [plan.computers(role) for role in plan.world.roles] == [("m0",), ("m0", "m1"), ("m2",), ("m3", "m2")]
