@@ -52,6 +52,7 @@ setup(
             "pytest-timeout>=2.3",
             "pytest-xdist>=3.6",
             "hypothesis>=6.100",
+            "jsonschema>=4.18",
             "py-spy>=0.3",
             "mypy>=1.11",
             "ruff>=0.6",

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import cache
 from heapq import nsmallest
 
 from .costs import Costs, Roster
@@ -43,13 +44,13 @@ def divided(plan: Plan, costs: Costs, cuts: Cuts, min_gain: float) -> tuple[Lent
     """
     if plan.layout is None or not plan.shadows or not any(cuts) or plan.world.slices > 1:
         return ()
-    return _settled(Graph(Ground(plan, costs, cuts), plan.shadows), plan.lent, min_gain).lent()
+    return _settled(Graph(Ground(plan, costs, cuts), plan.shadows), plan.lent, min_gain, thorough=True).lent()
 
 
-def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float) -> Lending:
+def _settled(graph: Graph, lent: Sequence[Lent], min_gain: float, thorough: bool) -> Lending:
     """The best division, or the one that lends ``lent`` if the other is not worth a change."""
     best = Lending(graph)
-    best.improve()
+    best.improve(thorough)
     # Those that lend the same are equal to the last bit, however they were found.
     best = Lending(graph, best.lent())
     if any(each.rank not in graph.ways or each.cut not in graph.ways[each.rank][0].cuts for each in lent):
@@ -70,8 +71,8 @@ class Divider:
     def __init__(self, question: Question) -> None:
         self._previous, self._roster, self._costs = question.previous, question.roster, question.costs
         self._policy, self._room = question.policy, question.room
-        #: By owners and shadows: the planner asks about the same ones several times.
-        self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...]], Lending] = {}
+        #: By owners, shadows and thoroughness: the planner asks about the same ones several times.
+        self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...], bool], Lending] = {}
 
     def divided(self, target: Plan, holders: Holders) -> Plan:
         """``target``, in which shadows compute parts of stages.
@@ -95,18 +96,21 @@ class Divider:
                     other = self._settled(ground, before)
                     best = other if self._gains(other, best) else best
             linked = self._linked(ground, best, holders)
-            alone, after = (self._with_other_shadows(ground, each, holders) for each in (best, linked))
+            tried = (self._with_other_shadows(ground, each, holders) for each in (best, linked))
+            alone, after = (self._settled(ground, each.shadows, thorough=True) for each in tried)
             best = after if self._gains(after, alone) else alone
+        else:
+            best = self._settled(ground, best.shadows, thorough=True)
         return replace(target, shadows=tuple(best.shadows), lent=best.lent())
 
     def _gains(self, other: Lending, best: Lending) -> bool:
         return other.slowest <= best.slowest * (1 - self._policy.min_gain) * (1 + SLACK)
 
-    def _settled(self, ground: Ground, shadows: Sequence[str | None]) -> Lending:
-        key = ground.owners, tuple(shadows)
+    def _settled(self, ground: Ground, shadows: Sequence[str | None], thorough: bool = False) -> Lending:
+        key = ground.owners, tuple(shadows), thorough
         if key not in self._known:
             lent = still_lent(self._previous, ground.owners, shadows)
-            self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain)
+            self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain, thorough)
         return self._known[key]
 
     def _linked(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
@@ -116,29 +120,32 @@ class Divider:
         have most to do gets a shadow among those that have least, as long as these are faster; work can go on
         among its own members without it.
         """
-        now, gained = best, best
+        now = best
         for _ in best.together()[1:]:  # each link makes them one fewer
-            shadows = None if now.even else self._link(ground, now, holders)
+            # A role that was linked is the only way to those of its shadow.
+            ranks = [rank for rank, shadow in enumerate(now.shadows) if shadow == best.shadows[rank]]
+            shadows = self._link(ground, now, ranks, holders)
             if shadows is None:
                 break
-            now = self._settled(ground, shadows)
-            gained = now if now.better_than(gained) else gained
-        return gained if self._gains(gained, best) else best
+            now = Lending(Graph(ground, shadows))  # as much is to be done by those that are together, however divided
+        linked, alone = (self._settled(ground, each.shadows, thorough=True) for each in (now, best))
+        return self._settled(ground, now.shadows) if self._gains(linked, alone) else best
 
-    def _link(self, ground: Ground, now: Lending, holders: Holders) -> list[str | None] | None:
+    def _link(self, ground: Ground, now: Lending, ranks: Sequence[int], holders: Holders) -> list[str | None] | None:
         together = sorted(now.together(), key=lambda found: found.share)
-        most, left = together[-1], self._left(ground, now)
+        most, loads, left = together[-1], now.loads.by_member, self._left(ground, now)
         for least in together[:-1] if most.share > now.even_share * (1 + _APART) else ():
             options = [
-                (member not in holders.get(rank, ()), now.loads.by_member[member], self._roster.order[member], rank)
-                for rank, owner in enumerate(ground.owners)
-                if owner in most.members and ground.ways[rank // ground.pipelines] and now.spare(rank)
+                (member not in holders.get(rank, ()), -loads[owner], loads[member], self._roster.order[member], rank)
+                for rank, owner in ((rank, ground.owners[rank]) for rank in ranks)
+                if owner in most.members and ground.ways[rank // ground.pipelines]
                 for member in least.members
                 if self._roster.apart(owner, member) and self._may_hold(rank, member, left)
             ]
-            if options:
-                *_, order, rank = min(options)
-                return _with(now.shadows, rank, self._roster.usable[order].id)
+            spare = cache(now.spare)
+            for *_, order, rank in sorted(options):
+                if spare(rank):
+                    return _with(now.shadows, rank, self._roster.usable[order].id)
         return None
 
     def _with_other_shadows(self, ground: Ground, best: Lending, holders: Holders) -> Lending:

@@ -242,11 +242,12 @@ class Lending:
 
     def _reached(self, member: str, without: int | None = None) -> set[str]:
         met, left = {member}, [member]
-        while left:
-            one = left.pop()
-            beside = {self._other(rank, one) for rank in self._graph.beside[one] if rank != without} - met
-            met |= beside
-            left += beside
+        for one in left:
+            for rank in self._graph.beside[one]:
+                other = self._other(rank, one)
+                if rank != without and other not in met:
+                    met.add(other)
+                    left.append(other)
         return met
 
     def _share(self, members: Collection[str]) -> float:
@@ -261,12 +262,13 @@ class Lending:
             if steps
         )
 
-    def improve(self) -> None:
-        """Gives the slowest members as little to do as is found: in small steps, or by halving, whichever is better."""
-        lowered, halved = self._copied(), self._copied()
-        lowered._lower()
-        halved._halve()
-        self._become(min((lowered, halved), key=lambda division: division.rating))
+    def improve(self, thorough: bool = True) -> None:
+        """Gives the slowest members as little to do as is found: in small steps; ``thorough``: or by halving."""
+        halved = self._copied()
+        self._lower()
+        if thorough:
+            halved._halve()
+            self._become(min((self, halved), key=lambda division: division.rating))
 
     def _lower(self) -> None:
         """Takes work from the slowest members, step by step, as long as that makes nobody as slow as they were."""

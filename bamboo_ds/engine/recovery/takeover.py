@@ -171,9 +171,9 @@ class Takeover(InContext):
         plan = self.job.channel.wait_plan(plan.epoch, self.epoch.session.timeout.total_seconds())
         # Training has paused for that worker as for any other plan; another loss meanwhile is in it.
         if operation.recovery is None:
-            self.epoch.job.lost_at = begin
+            self.job.lost_at = begin
         else:
-            waited, self.epoch.job.lost_at = time.monotonic() - begin, None
+            waited, self.job.lost_at = time.monotonic() - begin, None
             operation.recovery = replace(operation.recovery, planned=operation.recovery.planned + waited)
         raise EpochChanged(f"epoch {plan.epoch} follows")
 

@@ -9,6 +9,7 @@ from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 
@@ -340,3 +341,31 @@ def test_snapshots_stay_as_long_as_they_are_wanted() -> None:
     assert not offered and not snapshots.due()
     snapshots.want({"7/1": first})  # by a builder that has not heard of the plan before
     assert snapshots.due() == [("7/1", first)]
+
+
+@pytest.mark.parametrize("recovering", [True, False])
+def test_a_wait_for_batches_counts_once(monkeypatch: pytest.MonkeyPatch, recovering: bool) -> None:
+    """It begins in the operation that a loss has interrupted, or in a later one; another member is lost meanwhile."""
+    clock = [100.0]
+    monkeypatch.setattr("bamboo_ds.engine.recovery.takeover.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    job, recovery, nothing, progress = MagicMock(lost_at=None), MagicMock(), MagicMock(), Progress(seed=1)
+
+    def wait_plan(*_: object) -> Any:
+        job.lost_at, clock[0] = 103.0, 105.0
+        return MagicMock(epoch=3)
+
+    job.channel.wait_plan.side_effect = wait_plan
+    before = Recovery(Decision(1, "resume"), 99.0, 0.25, 0.5, 0, 0, 0, None)
+    progress.operation.recovery = before if recovering else None
+    seen: list[tuple[Any, Any]] = []
+    recovery.run.side_effect = lambda: seen.append((job.lost_at, progress.operation.recovery)) or before.decision
+    recovery.supply.apart, recovery.supply.hungry.side_effect = False, [[1], [1], []]
+    epoch: Any = MagicMock(member="a", switch_due=False, copied=False, job=job)
+    epoch.session.aborted = None
+    operation: Any = MagicMock(goes_on=True, draws=True, takes_steps=False, watched=False)
+    Takeover(MagicMock(epoch=epoch, job=job, progress=progress), nothing, recovery, nothing, nothing).run(operation)
+    assert operation.run.call_count == 1
+    if recovering:
+        assert seen == [(None, replace(before, planned=5.25))]
+    else:
+        assert seen == [(100.0, None)], "the next recovery counts from there"

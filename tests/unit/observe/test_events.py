@@ -9,7 +9,7 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any, get_args
 
-import jsonschema  # moto[server] brings it
+import jsonschema
 import pytest
 from pydantic import ValidationError
 
