@@ -190,6 +190,8 @@ class LiveJob:
     def _made(self, grid: Grid, overview: Overview | None) -> list[MemberView]:
         now = self.model
         people = {member.id: member for member in (overview.members if overview else self._told_of(grid))}
+        if overview and grid.epoch > (overview.plan.epoch if overview.plan else 0):
+            people = {member.id: _planned(grid, member) for member in people.values()}
         for member, told in now.members.items():
             if member not in people:
                 state = told.gone or ("starting" if overview is None else "gone")
@@ -214,8 +216,19 @@ class LiveJob:
 
     def _told_of(self, grid: Grid) -> list[MemberView]:
         """The members of the plan, where etcd is not asked."""
-        state = "building" if grid.pipelines is None else "running"
-        return [MemberView(id=member, slot=_slot(member), state=state) for member in grid.members]
+        return [MemberView(id=member, slot=_slot(member), state=_working(grid)) for member in grid.members]
+
+
+def _planned(grid: Grid, member: MemberView) -> MemberView:
+    """A member that etcd tells with an older plan than the events, in the state that their plan gives it."""
+    if member.state not in ("starting", "building", "running", "evicted"):
+        return member
+    return member.model_copy(update={"state": _working(grid) if member.id in grid.members else "evicted"})
+
+
+def _working(grid: Grid) -> str:
+    """The state of the members that a plan lists."""
+    return "building" if grid.pipelines is None else "running"
 
 
 def _slot(member: str) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
@@ -152,6 +153,20 @@ def test_where_the_events_are_others_etcd_tells() -> None:
     assert [(role.owner, role.shadow) for role in whole.roles] == [(role.owner, role.shadow) for role in view.roles]
     assert sum(member.load or 0.0 for member in whole.members) == pytest.approx(4.0)
     assert any(role.state == "copying" for role in whole.roles)
+
+
+def test_members_follow_the_newest_plan_where_the_events_are_ahead() -> None:
+    """etcd's copy lags behind: a view never shows a plan beside states of the one before."""
+    made = four()
+    told = made.overview()
+    stale = tuple(member.model_copy(update={"state": "building"}) for member in told.members)
+    leaving = stale[0].model_copy(update={"state": "leaving"})
+    view = fold(made.events, replace(told, plan=None, members=(leaving, *stale[1:])))
+    listed = {member.id for member in fold(made.events, told).members if member.state == "running"}
+    assert view.epoch > 0 and len(listed) > 1
+    for member in view.members[1:]:
+        assert not member.present or member.state == ("running" if member.id in listed else "evicted")
+    assert next(member for member in view.members if member.id == leaving.id).state == "leaving"
 
 
 @pytest.mark.parametrize("sharded", [True, False])
