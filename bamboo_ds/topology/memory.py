@@ -57,6 +57,10 @@ class StageMemory:
         sums: sums of gradients that a shadow holds; in host memory if the replica is, or the device has no room.
         redundant: what redundant forward passes of an iteration keep at most, with ``redundancy.mode: "auto"``; unknown
             before passes have been measured.
+        resting: part of the state that an owner without room for it has in host memory between steps: masters, and the
+            optimizer's own; 0 where it cannot.
+        masters: part of that which is on the device for the step, and while a role is taken over.
+        under_way: micro-batches whose passes :attr:`passes` is of: those that are under way in 1F1B.
     """
 
     own: int
@@ -67,6 +71,9 @@ class StageMemory:
     clones: int = 0
     sums: int = 0
     redundant: int | None = None
+    resting: int = 0
+    masters: int = 0
+    under_way: int = 1
 
     @property
     def owned(self) -> int:
@@ -146,9 +153,7 @@ class StateBytes:
     @property
     def copied(self) -> float:
         """Bytes per parameter that are sent where a copy of a role is made: all but gradients."""
-        model, master = {"fp32": (4, 0), "fp16": (2, 4), "bf16": (2, 4)}[self.precision]
-        own = master + _OPTIMIZERS.get((self.optimizer or "").lower(), _LIKE_ADAM)
-        return model + own / (self.pipelines if self.zero else 1)
+        return (4 if self.precision == "fp32" else 2) + sum(self._of_optimizer)
 
     @property
     def shadow(self) -> float:
@@ -165,9 +170,34 @@ class StateBytes:
         """Bytes per parameter of what goes to a shadow in an iteration, as far as either has it at once."""
         return self.gradient * (1 + (NEWEST_SUMS if self.syncs else 0))
 
+    @property
+    def masters(self) -> float:
+        """Bytes per parameter of masters."""
+        return self._of_optimizer[0]
+
+    @property
+    def resting(self) -> float:
+        """Bytes per parameter of what can be in host memory between an owner's steps: masters, and the optimizer's."""
+        return sum(self._of_optimizer) if self.parked else 0
+
+    @property
+    def _of_optimizer(self) -> tuple[float, float]:
+        """Bytes per parameter of masters, and of what the optimizer keeps."""
+        divided = self.pipelines if self.zero else 1
+        masters = 0 if self.precision == "fp32" else 4
+        return masters / divided, _OPTIMIZERS.get((self.optimizer or "").lower(), _LIKE_ADAM) / divided
+
     def of(self, parameters: int, frozen: int = 0) -> StageMemory:
         """The bytes of a stage with so many trainable parameters, and so many others."""
         fixed = frozen * self.frozen
         own, replica, copied = (round(parameters * each + fixed) for each in (self.owner, self.shadow, self.copied))
-        sums = NEWEST_SUMS * self.gradient * parameters if self.syncs else 0
-        return StageMemory(own, replica, copied, parked=self.parked, clones=self.clones * parameters, sums=sums)
+        return StageMemory(
+            own,
+            replica,
+            copied,
+            parked=self.parked,
+            clones=self.clones * parameters,
+            sums=NEWEST_SUMS * self.gradient * parameters if self.syncs else 0,
+            resting=round(self.resting * parameters),
+            masters=round(self.masters * parameters) if self.parked else 0,
+        )

@@ -10,7 +10,7 @@ import time
 from collections import defaultdict, deque
 from collections.abc import Hashable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...bare import bare
 from ...config import RedundancyMode
@@ -129,7 +129,7 @@ def local_stage(context: EngineContext, parked: bool) -> StageMemory:
     counts = [0, 0]
     for parameter in ds.module.parameters():
         counts[not parameter.requires_grad] += bare(parameter).numel()
-    return state.of(*counts)
+    return replace(state.of(*counts), under_way=min(ds.micro_batches, layout.stages - context.binding.local.role.stage))
 
 
 def device_of(context: EngineContext) -> DeviceRecord | None:
