@@ -227,6 +227,7 @@ class ReplicasPlaced(EventBase):
         description="why they are on the device; with `redundancy.mode` `auto` also why they are not"
     )
     bytes: int = Field(ge=0, description="of their state, in host memory")
+    resting: list[Role] = Field([], description="that this member computes, with optimizers there between steps")
 
 
 class Step(EventBase):

@@ -59,11 +59,74 @@ counts = far_device.counts()
 assert counts["lost"] == counts["pageable"] == 0 and counts["late"] > 0
 """
 
+RESTING = """
+from bamboo_ds.devices.streams import use_accelerator
+from bamboo_ds.engine.stage.chunks import ChunkedStep, RestingOptimizer
+use_accelerator()
+torch.manual_seed(3)
+sizes = [(7,), (40, 1000), (200000,)]
+
+class Mine(RestingOptimizer):
+    _device = torch.device("far")
+    _masters = ()  # of torch's own optimizers
+
+    def __init__(self, inner, lists=()):
+        self.inner, self._masters = inner, lists
+
+def state_bytes(optimizer, kind):
+    return sum(v.nbytes for state in optimizer.state.values() for v in state.values()
+               if torch.is_tensor(v) and v.device.type == kind)
+
+def check(masters):
+    # With masters DeepSpeed's lists name the tensors that the optimizer steps.
+    def made():
+        waves = [torch.arange(torch.Size(size).numel()).sin().view(size) for size in sizes]
+        return [torch.nn.Parameter(wave.to("far")) for wave in waves]
+
+    mine, other = made(), made()
+    inner, there = (torch.optim.AdamW(each, lr=0.01, weight_decay=0.1) for each in (mine, other))
+    lists = [mine] if masters else []
+    resting, step = Mine(inner, lists), ChunkedStep(inner, chunk=65536)
+    for number in range(5):
+        if number == 1:
+            p = q = value = None
+            before = far_device.counts()["allocated"]
+            resting.rest()
+            freed = before - far_device.counts()["allocated"]
+            whole = 4 * sum(torch.Size(size).numel() for size in sizes)
+            assert freed >= (2 + masters) * whole and not state_bytes(inner, "far"), (freed, whole)
+        if number == 4:
+            resting.rouse()
+            assert not state_bytes(inner, "cpu") > 4 * len(sizes), "more than counts of steps"
+        with resting.awake():
+            assert all(p.device.type == "far" for p in mine)
+            for p, q in zip(mine, other):
+                p.grad = torch.randn(p.shape).to("far")
+                q.grad = p.grad.clone()
+            step() if 0 < number < 4 else inner.step()
+        assert all(p.device.type == ("cpu" if masters and 0 < number < 4 else "far") for p in mine), number
+        there.step()
+        for p, q in zip(mine, other):
+            assert torch.equal(p.cpu(), q.cpu()), number
+            for name, value in inner.state[p].items():
+                assert torch.equal(value.cpu(), there.state[q][name].cpu()), (number, name)
+
+check(masters=False)
+check(masters=True)
+assert far_device.counts()["lost"] == 0
+"""
+
 
 @pytest.mark.integration
 @pytest.mark.skipif(far_device.compiler() is None, reason="there is no C++ compiler")
 def test_a_step_in_chunks_has_the_bits_of_one_on_the_device() -> None:
     on_the_device(STEPS, seed=5)
+
+
+@pytest.mark.integration
+@pytest.mark.skipif(far_device.compiler() is None, reason="there is no C++ compiler")
+def test_what_rests_in_host_memory_is_stepped_with_the_same_bits() -> None:
+    on_the_device(RESTING, seed=5)
 
 
 @pytest.mark.integration

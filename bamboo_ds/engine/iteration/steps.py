@@ -91,10 +91,12 @@ class Steps(InContext):
         """DeepSpeed takes the step of the bound role."""
         runtime = self.binding.current
         inner = runtime.optimizer.inner
-        chunks = ChunkedStep(inner) if runtime.parked and inner is not None else None
+        chunked = (runtime.parked or runtime.optimizer.resting) and inner is not None
+        chunks = ChunkedStep(inner) if chunked else None
         alone = stepping_alone(inner, partial(self.groups.acting_for, runtime.role), chunks)
         rounding = runtime.optimizer.rounding_as_on(self.ds.device) if runtime.parked else nullcontext()
-        with self._answering(runtime), alone, rounding, self.generators.keyed(Drawing.STEP, runtime):
+        drawing = self.generators.keyed(Drawing.STEP, runtime)
+        with self._answering(runtime), alone, rounding, drawing, runtime.optimizer.awake():
             self.ds.take_model_step(lr_kwargs)
         runtime.stale = self.layout.sharded
 

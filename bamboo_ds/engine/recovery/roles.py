@@ -72,6 +72,7 @@ class RoleTransfer(InContext):
                 self.binding.drop(role)
         # What computes comes to the device when there is room for it.
         self.builder.park(plan)
+        self.builder.make_room()
         for role, runtime in runtimes.items():
             if role in owned or plan.lending(role) is not None:
                 self.builder.move(runtime, parked=False)

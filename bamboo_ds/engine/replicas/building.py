@@ -48,7 +48,7 @@ class StageBuilder(InContext):
 
     compiled_with: dict[str, Any] | None = None
     _pristine: PristineOptimizer | None = field(default=None, init=False)
-    _told: tuple[bool, str | None] | None = field(default=None, init=False)
+    _told: tuple[list[Role], bool, str | None] | None = field(default=None, init=False)
     #: Why the device had no room for replicas in the epoch of this number.
     _full: tuple[int, str] | None = field(default=None, init=False)
 
@@ -111,8 +111,7 @@ class StageBuilder(InContext):
         runtime.pristine, runtime.parked = pristine, parked
         with self._making(runtime):
             self._make_module(runtime, state)  # by constructors of the script, which may ask for the device
-            with self.at_home(runtime):
-                self._make_optimizer(runtime, state)
+            self._give_optimizer(runtime, state)
             self.ds.make_forward_hooks()
             runtime.layers = Layers(runtime.module)
             self.restore(runtime, state)
@@ -169,9 +168,27 @@ class StageBuilder(InContext):
             relocate(runtime.module, runtime.device(self.ds.device))
             runtime.layers.follow_parameters()
             self.groups.connect_ties(runtime.module, runtime.role)
-            with self.at_home(runtime):
-                self._make_optimizer(runtime, state)
+            self._give_optimizer(runtime, state)
             self.restore(runtime, state)
+
+    def _give_optimizer(self, runtime: StageRuntime, state: Any) -> None:
+        """Makes the optimizer of the bound ``runtime`` where its tensors are to be."""
+        with self.at_home(runtime):
+            self._make_optimizer(runtime, state)
+        if self._rests(runtime):
+            runtime.optimizer.rest()
+
+    def _rests(self, runtime: StageRuntime) -> bool:
+        """Whether the optimizer of a role, which is on the device, is in host memory between steps."""
+        tight = any(member == self.epoch.member for member, _ in self.epoch.plan.tight)
+        return tight and self.parks and not runtime.parked and runtime is not self.binding.local
+
+    def make_room(self) -> None:
+        """Brings optimizers to host memory, or back to the device, as the plan in force has it."""
+        for runtime in self.binding.runtimes.values():
+            if self._rests(runtime) is not runtime.optimizer.resting:
+                with self._making(runtime):
+                    runtime.optimizer.rouse() if runtime.optimizer.resting else runtime.optimizer.rest()
 
     def park(self, plan: Plan) -> None:
         """Parks the replicas that have computed nothing in this iteration, and under ``plan`` do not.
@@ -189,7 +206,8 @@ class StageBuilder(InContext):
         Those that the device has no room for stay parked until the next plan.
         """
         foreign = self._foreign()
-        if staging.current() is None or not foreign:
+        self.make_room()
+        if staging.current() is None:
             return
         self.park(plan)
         resident = self.resident
@@ -198,7 +216,9 @@ class StageBuilder(InContext):
                 self.move(runtime, parked=False)
             elif self._ahead(plan, runtime.role):
                 self._bring(runtime, plan)
-        self._tell_placed(foreign, *self._placed(plan, resident))
+        resting = [role for role, runtime in self.binding.runtimes.items() if runtime.optimizer.resting]
+        if foreign or resting:
+            self._tell_placed(foreign, resting, *self._placed(plan, resident))
 
     def _foreign(self) -> list[StageRuntime]:
         return [runtime for runtime in self.binding.replicas() if runtime is not self.binding.local]
@@ -233,18 +253,22 @@ class StageBuilder(InContext):
         parked = self.epoch.member in plan.parked
         return parked, f"there is {'no ' if parked else ''}room for what redundant passes keep"
 
-    def _tell_placed(self, found: list[StageRuntime], parked: bool, reason: str | None) -> None:
-        if self._told == (parked, reason):
+    def _tell_placed(self, found: list[StageRuntime], resting: list[Role], parked: bool, reason: str | None) -> None:
+        if self._told == (resting, parked, reason):
             return
-        self._told = parked, reason
+        self._told = resting, parked, reason
         where = "parked" if parked else "on the device"
         logger.info("replicas that compute nothing are %s", f"{where}: {reason}" if reason else where)
+        if resting:
+            names = ", ".join(map(str, resting))
+            logger.info("optimizers of %s are in host memory between steps: there is no room for them", names)
         self.job.channel.event(
             "replicas_placed",
             step=self.progress.steps,
             parked=parked,
             reason=reason,
             bytes=sum(t.nbytes for runtime in found for t in runtime.tensors() if t.device.type == HOST.type),
+            resting=[(role.pipeline, role.stage) for role in resting],
         )
 
     def restore(self, runtime: StageRuntime, state: Any) -> None:

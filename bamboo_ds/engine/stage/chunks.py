@@ -1,4 +1,4 @@
-"""Steps of optimizers whose tensors are in host memory, on the device: chunk by chunk.
+"""Steps of optimizers whose tensors are in host memory, or a part of them, on the device: chunk by chunk.
 
 ::
 
@@ -17,9 +17,11 @@ element is computed by itself (:data:`~bamboo_ds.topology.memory.ELEMENTWISE`).
 from __future__ import annotations
 
 import copy
+from abc import abstractmethod
 from collections import defaultdict, deque
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,10 +67,10 @@ def unchunked(optimizer: torch.optim.Optimizer) -> str | None:
 
 @dataclass(frozen=True, eq=False)
 class _Piece:
-    """A parameter, or a part of it, in host memory.
+    """A parameter, or a part of it.
 
     Attributes:
-        parameter: the whole.
+        parameter: the whole, in host memory or on the device.
         state: what the optimizer's state has of it before the step.
         begin, end: elements, of a part.
     """
@@ -88,17 +90,17 @@ class _Piece:
         return whole if self.end is None else whole.view(-1)[self.begin : self.end]
 
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The tensors that go to the device, by names in the state."""
+        """The tensors that the device needs for the step, by names in the state."""
         assert self.parameter.grad is not None
         whole = {_PARAMETER: bare(self.parameter), _GRADIENT: self.parameter.grad.detach()}
-        whole.update((name, value) for name, value in self.state.items() if _is_like(self.parameter, name, value))
+        whole.update((name, value) for name, value in self.state.items() if is_like(self.parameter, name, value))
         return {name: self.of(tensor) for name, tensor in whole.items()}
 
 
 _PARAMETER, _GRADIENT = "", ".grad"
 
 
-def _is_like(parameter: torch.Tensor, name: str, value: Any) -> bool:
+def is_like(parameter: torch.Tensor, name: str, value: Any) -> bool:
     """Whether a state has under ``name`` a tensor of as many elements as the parameter, and no count of steps."""
     return name != "step" and torch.is_tensor(value) and value.shape == parameter.shape
 
@@ -150,13 +152,15 @@ class _Chunk:
 
     Attributes:
         pieces: of parameters.
-        hosts: what of each goes to the device.
+        hosts: what of each goes to the device, by its name.
+        there: what of each is on it.
         slab, places: that it is copied to.
         copied: when that is over.
     """
 
     pieces: list[_Piece]
     hosts: list[dict[str, torch.Tensor]]
+    there: list[dict[str, torch.Tensor]]
     slab: torch.Tensor
     places: list[torch.Tensor]
     copied: Future[None]
@@ -164,7 +168,7 @@ class _Chunk:
 
 @dataclass(eq=False)
 class ChunkedStep:
-    """The ``step`` of ``optimizer``, whose tensors are in host memory, on this process's device.
+    """The ``step`` of ``optimizer`` on this process's device; its state, and what else is there, is in host memory.
 
     Args:
         optimizer: one that :func:`unchunked` has nothing against.
@@ -213,10 +217,17 @@ class ChunkedStep:
         """The chunks of a group, each while the next one is copied."""
         before = None
         for pieces in self._chunks(parameters):
-            hosts = [piece.tensors() for piece in pieces]
+            found = [piece.tensors() for piece in pieces]
+            hosts, there = (
+                [
+                    {n: tensor for n, tensor in each.items() if (tensor.device.type == HOST.type) is here}
+                    for each in found
+                ]
+                for here in (True, False)
+            )
             sources = [tensor for each in hosts for tensor in each.values()]
             slab, places = self._slabs.take(sources)
-            chunk = _Chunk(pieces, hosts, slab, places, self._threads.submit(_copy, sources, places))
+            chunk = _Chunk(pieces, hosts, there, slab, places, self._threads.submit(_copy, sources, places))
             if before is not None:
                 yield before
             before = chunk
@@ -258,8 +269,8 @@ class ChunkedStep:
         arrived, mark = self._streams.copy_in(chunk.places, None)
         self._streams.order(mark)
         arriving = iter(arrived)
-        for piece, host in zip(chunk.pieces, chunk.hosts, strict=True):
-            tensors = {name: next(arriving) for name in host}
+        for piece, host, there in zip(chunk.pieces, chunk.hosts, chunk.there, strict=True):
+            tensors = {**there, **{name: next(arriving) for name in host}}
             parameter = torch.nn.Parameter(tensors.pop(_PARAMETER), requires_grad=False)
             parameter.grad = tensors.pop(_GRADIENT)
             group["params"].append(parameter)
@@ -269,16 +280,17 @@ class ChunkedStep:
                 }
         twin.step()
         sources, targets = [], []
-        for piece, parameter in zip(chunk.pieces, group["params"], strict=True):
-            sources.append(bare(parameter))
-            targets.append(piece.of(bare(piece.parameter)))
+        for piece, parameter, there in zip(chunk.pieces, group["params"], chunk.there, strict=True):
+            if _PARAMETER not in there:
+                sources.append(bare(parameter))
+                targets.append(piece.of(bare(piece.parameter)))
             for name, value in twin.state.get(parameter, {}).items():
-                if not _is_like(parameter, name, value):
+                if not is_like(parameter, name, value):
                     counts[piece.parameter][name] = value.to(HOST) if torch.is_tensor(value) else value
                     continue
                 own = self.optimizer.state[piece.parameter]
                 if name not in own:  # the first step makes it
-                    own[name] = torch.empty_like(piece.parameter, dtype=value.dtype, requires_grad=False)
+                    own[name] = torch.empty_like(piece.parameter, dtype=value.dtype, device=HOST, requires_grad=False)
                 sources.append(value)
                 targets.append(piece.of(own[name]))
         slab, places = self._slabs.take(sources)
@@ -293,3 +305,76 @@ class ChunkedStep:
             over.result()
             self._slabs.give_back(slab)
             self._slabs.give_back(chunk.slab)
+
+
+class RestingOptimizer:
+    """What of an optimizer can be in host memory between steps, while its parameters are on the device.
+
+    Attributes:
+        inner: the torch optimizer.
+        resting: masters, and what ``inner`` keeps of parameters, are in host memory between steps.
+    """
+
+    inner: Any
+    resting: bool = False
+
+    @property
+    @abstractmethod
+    def _device(self) -> torch.device:
+        """That of the parameters."""
+
+    @property
+    def _masters(self) -> list[list[torch.Tensor]]:
+        """The lists in which DeepSpeed has them."""
+        return []
+
+    def masters(self) -> list[torch.Tensor]:
+        """Copies of parameters in higher precision."""
+        return [master for masters in self._masters for master in masters]
+
+    def rest(self) -> None:
+        """Brings masters, and what ``inner`` keeps of parameters, to host memory."""
+        self.resting = True
+        self._put_masters([master.to(HOST) for master in self.masters()])
+        self._keep_on(HOST)
+
+    def rouse(self) -> None:
+        """Brings back to the device what rests."""
+        self.resting = False
+        self._put_masters([master.to(self._device) for master in self.masters()])
+        self._keep_on(self._device)
+
+    @contextmanager
+    def awake(self) -> Iterator[None]:
+        """In the body masters that rest are on the device. What ``inner`` keeps comes there by chunks."""
+        if not self.resting:
+            yield
+            return
+        homes = self.masters()
+        self._put_masters([home.to(self._device) for home in homes])
+        try:
+            yield
+        finally:
+            with torch.no_grad():
+                for home, master in zip(homes, self.masters(), strict=True):
+                    home.copy_(master)
+            self._put_masters(homes)
+            self._keep_on(HOST)  # what a script has loaded meanwhile
+
+    def _put_masters(self, others: Sequence[torch.Tensor]) -> None:
+        """Puts ``others``, with the same values, in the places of the masters."""
+        given = iter(others)
+        params = [group["params"] for group in self.inner.param_groups] if self._masters else []
+        for masters in self._masters:
+            for place, master in enumerate(masters):
+                other = masters[place] = next(given).detach().requires_grad_(master.requires_grad)
+                for group in params:
+                    group[:] = [other if parameter is master else parameter for parameter in group]
+                if master in self.inner.state:
+                    self.inner.state[other] = self.inner.state.pop(master)
+
+    def _keep_on(self, device: torch.device) -> None:
+        for parameter, state in self.inner.state.items() if self.inner is not None else ():
+            for name, value in state.items() if isinstance(state, dict) else ():
+                if is_like(parameter, name, value):
+                    state[name] = value.to(device)

@@ -15,8 +15,10 @@ from torch import distributed as dist
 from torch import nn
 
 from ...bare import all_bare, bare
+from ...devices.accelerators import HOST
 from ...errors import UnsupportedError
 from ...state import Tree, split
+from .chunks import is_like
 from .portable import completed, travels
 
 #: What every optimizer has of its own, or gets anew when it is cloned.
@@ -198,20 +200,32 @@ def check_sendable(optimizer: torch.optim.Optimizer, given: dict[str, Any]) -> N
         ) from None
 
 
-def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree) -> None:
+def load_optimizer(optimizer: torch.optim.Optimizer, given: Tree, resting: bool = False) -> None:
     """Loads ``given``, the ``state_dict`` of another one, with tensors of the types that they have there.
 
     torch gives all of them the type of their parameter, and moves them to its device. Text and arrays of NumPy are kept
     from it: it would make one of the generator of their parts.
+
+    Args:
+        optimizer: gets it.
+        given: see above.
+        resting: tensors as large as their parameters stay, or come to, host memory.
     """
     state = {k: _without_iterables(v) if type(k) is int else v for k, v in given["state"].items()}
     own = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
+    loaded = [(p, number, given["state"][number]) for p, number in zip(own, numbers, strict=True) if number in state]
+    large: list[dict[str, torch.Tensor]] = []
+    for parameter, number, values in loaded:
+        here = resting and isinstance(values, dict)
+        large.append({n: v.to(HOST) for n, v in values.items() if is_like(parameter, n, v)} if here else {})
+        state[number] = {**state[number], **dict.fromkeys(large[-1])} if here else state[number]
     with all_bare(own):
         optimizer.load_state_dict({**given, "state": state})
-    numbers = itertools.chain.from_iterable(group["params"] for group in given["param_groups"])
-    for parameter, number in zip(own, numbers, strict=True):
-        if number in given["state"]:
-            optimizer.state[parameter] = _retyped(optimizer.state[parameter], given["state"][number])
+    for (parameter, _, values), kept in zip(loaded, large, strict=True):
+        optimizer.state[parameter] = _retyped(optimizer.state[parameter], values)
+        if kept:
+            optimizer.state[parameter].update(kept)
 
 
 def _without_iterables(value: Any) -> Any:

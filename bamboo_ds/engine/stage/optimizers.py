@@ -27,6 +27,7 @@ from ...errors import ProtocolError, UnsupportedError
 from ...state import Tree
 from ...topology import Role
 from .answers import Recorder
+from .chunks import RestingOptimizer
 from .clones import check_sendable, kept_by, load_optimizer, put_kept, without_state_hooks, without_strangers
 from .commit import Measured
 from .shares import Shares, all_reduce
@@ -78,7 +79,7 @@ def laid_out(total: torch.Tensor | None, parameter: torch.nn.Parameter) -> torch
     return torch.empty_like(parameter, dtype=total.dtype, requires_grad=False).copy_(total)
 
 
-class StageOptimizer(ABC):
+class StageOptimizer(RestingOptimizer, ABC):
     """The optimizer of one runtime. Methods that compute are called while the runtime is bound.
 
     Args:
@@ -108,6 +109,10 @@ class StageOptimizer(ABC):
         self._ds, self._groups, self._runtime = ds, groups, runtime
         self.wrapper: Any = runtime.attributes["optimizer"]
         self.inner: Any = self.wrapper.optimizer if self.wraps else self.wrapper
+
+    @property
+    def _device(self) -> torch.device:
+        return self._ds.device
 
     # -- gradients ----------------------------------------------------------------------------------------
 
@@ -218,10 +223,6 @@ class StageOptimizer(ABC):
         """The module's parameters of each parameter group."""
         return [group["params"] for group in self.wrapper.param_groups]
 
-    def masters(self) -> Tensors:
-        """Copies of parameters in higher precision."""
-        return []
-
     def capture(self) -> Tree:
         """The state, without the module's parameters."""
         masters = [master.detach() for master in self.masters()]
@@ -233,7 +234,7 @@ class StageOptimizer(ABC):
     def restore(self, state: Tree) -> None:
         """Takes over what :meth:`capture` gave elsewhere."""
         with without_state_hooks(self.inner):
-            load_optimizer(self.inner, state["inner"])
+            load_optimizer(self.inner, state["inner"], self.resting)
         put_kept(self.inner, state["attributes"])
         with torch.no_grad():
             for mine, given in zip(self.masters(), state["masters"], strict=True):
@@ -384,8 +385,10 @@ class UnfusedHalfOptimizer(HalfOptimizer):
     def norms(self) -> int:
         return len(self.groups())
 
-    def masters(self) -> Tensors:
-        return [p for group in self.wrapper.fp32_groups for p in group]
+    @property
+    def _masters(self) -> list[Tensors]:
+        masters: list[Tensors] = self.wrapper.fp32_groups
+        return masters
 
     def _norms(self, gradients: list[Tensors]) -> None:
         for group in gradients:
@@ -395,8 +398,9 @@ class UnfusedHalfOptimizer(HalfOptimizer):
 class FusedHalfOptimizer(HalfOptimizer):
     """``FP16_Optimizer``: one norm, of flattened groups."""
 
-    def masters(self) -> Tensors:
-        return list(self.wrapper.fp32_groups_flat)
+    @property
+    def _masters(self) -> list[Tensors]:
+        return [self.wrapper.fp32_groups_flat]
 
     def _norms(self, gradients: list[Tensors]) -> None:
         flat = [torch.cat([g.reshape(-1) for g in group]).float() for group in gradients]

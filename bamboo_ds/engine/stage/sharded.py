@@ -65,6 +65,14 @@ class ShardedOptimizer(StageOptimizer):
 
     def restore(self, state: Tree) -> None:
         super().restore(state)
+        self._link()
+
+    def _keep_on(self, device: torch.device) -> None:
+        super()._keep_on(device)
+        self._link()
+
+    def _link(self) -> None:
+        """Has DeepSpeed's parameters find their masters, and the optimizer's state with the next step."""
         self.wrapper._link_all_hp_params()
         self.wrapper._hp_optimizer_states_linked = False
 
@@ -174,8 +182,9 @@ class Bf16Optimizer(ShardedOptimizer):
         super().clear()
         self.wrapper.clear_hp_grads()
 
-    def masters(self) -> Tensors:
-        return list(self.wrapper.fp32_groups_flat_partition)
+    @property
+    def _masters(self) -> list[Tensors]:
+        return [self.wrapper.fp32_groups_flat_partition]
 
 
 class ZeroOptimizer(ShardedOptimizer):
@@ -314,8 +323,9 @@ class ZeroOptimizer(ShardedOptimizer):
     def clear(self) -> None:
         self.wrapper.zero_grad()
 
-    def masters(self) -> Tensors:
-        return list(self.wrapper.single_partition_of_fp32_groups)
+    @property
+    def _masters(self) -> list[Tensors]:
+        return [self.wrapper.single_partition_of_fp32_groups]
 
     def _scaler(self) -> dict[str, Any]:
         numbers = vars(self.wrapper.loss_scaler)
