@@ -123,8 +123,8 @@ def with_redundancy(
 def _within(room: Room, attempt: Callable[[Room], Plan]) -> Plan:
     """What ``attempt`` makes of ``room``, with roles as they are or in less memory, as little less as serves.
 
-    Fewest members are crowded, then fewest roles are unshadowed. For the sake of these optimizers rest in host memory,
-    but no role has fewer micro-batches under way, which slows its pipeline.
+    Fewest members are crowded, then fewest roles are unshadowed. Optimizers rest in host memory for either. Fewer
+    micro-batches of a role are under way, which slows its pipeline, only where members would be crowded.
     """
     best = attempt(room)
     for tightness in (Tightness.LEAN, Tightness.BOUNDED):
