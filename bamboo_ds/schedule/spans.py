@@ -16,17 +16,20 @@ Kind = Literal["F", "B"]
 KINDS: tuple[Kind, Kind] = ("F", "B")
 #: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
 Work = tuple[Role, Kind, int, int]
+#: Members, each with the number of micro-batches that its roles may have under way at most; 0: as many as 1F1B has.
+Tight = tuple[tuple[str, int], ...]
 
 
-def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Kind, int]]:
-    """Passes of one stage in the order of DeepSpeed's ``TrainSchedule``.
+def one_f_one_b(micro_batches: int, warm_up: int) -> Iterator[tuple[Kind, int]]:
+    """Passes of one stage: ``warm_up`` forwards (at least 1), then a backward and a forward in turn.
 
-    As many forwards as there are stages from this one on, then a backward and a forward in turn::
+    So many micro-batches are under way at most. In DeepSpeed's ``TrainSchedule`` a warm-up has as many forwards as
+    there are stages from this one on::
 
         stage 0 of 4:  F0 F1 F2 F3 B0 F4 B1 F5 B2    B3    B4    B5
         stage 3 of 4:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
-    warm_up = min(stages - stage, micro_batches)
+    warm_up = min(warm_up, micro_batches)
     for m in range(warm_up):
         yield "F", m
     for m in range(micro_batches):
@@ -52,8 +55,7 @@ class StageSpan:
         hosts: one, or of tensor slices one each.
         parts: in the order of their layers.
         micro_batches: of the pipeline in an iteration.
-        index: of the span among those of its pipeline.
-        count: how many these are.
+        warm_up: forwards before its first backward, if nothing is finished.
         fed: the span that its forward passes are the input of, and that of its backward passes.
         shared: one of its members computes other spans, too.
         listed: it is among the spans whose next pass can come.
@@ -66,8 +68,7 @@ class StageSpan:
     hosts: tuple[str, ...]
     parts: Sequence[_SpanPart]
     micro_batches: int
-    index: int
-    count: int
+    warm_up: int
     fed: dict[Kind, StageSpan] = field(default_factory=dict)
     shared: bool = False
     listed: bool = False
@@ -80,7 +81,7 @@ class StageSpan:
     @cached_property
     def todo(self) -> list[tuple[Kind, int]]:
         """Passes that are left, in 1F1B order."""
-        passes = one_f_one_b(self.micro_batches, self.count, self.index)
+        passes = one_f_one_b(self.micro_batches, self.warm_up)
         return [(kind, m) for kind, m in passes if m >= self._done[kind]]
 
     @cached_property
@@ -153,9 +154,35 @@ def _counter(part: _SpanPart, kind: Kind) -> int:
 
 
 def spans_of(
-    layout: Layout, copy: int, hosts: Hosts, micro_batches: int, done: Finished, costs: BlockCosts | None
+    layout: Layout, copy: int, hosts: Hosts, micro_batches: int, done: Finished, costs: BlockCosts | None, tight: Tight
 ) -> list[StageSpan]:
-    """The spans of one copy of the model, in the order of their layers."""
+    """The spans of one copy of the model, in the order of their layers.
+
+    The *warm-up* of a span is the number of spans from it on, as in 1F1B; less where that is more than the count of one
+    of its members, or the warm-up of the span before. Here ``b`` is tight, with a count of 1::
+
+        a (0)   F0 F1 F2 F3 B0 F4 B1 F5 B2    B3    B4    B5
+        b (1)   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+        c (2)   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+        d (3)   F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
+
+    *The orders of all spans have a linear extension*, since warm-ups do not increase along a pipeline. Its round ``k``
+    has the forwards that spans do between their backwards ``k - 1`` and ``k``, by micro-batch and then from first span
+    to last; after them all backwards ``k``, from last span to first. That keeps the order of each span. A forward ``m``
+    is in round ``max(0, m - warm_up + 1)``: the span before, whose warm-up is not less, does it in that round or
+    earlier. The backward ``m`` of a span comes after that of the span behind, and after its own forward ``m``, as
+    warm-ups are at least 1.
+
+    *Otherwise they have none.* A span with a larger warm-up than ``w``, that of the span before, does its forward ``w``
+    before its backward 0. The span before does that forward after its own backward 0: each waits for the other. Nor
+    does a smaller one cost time in a whole iteration: what is under way in a span is so in all spans before it.
+
+    Args:
+        layout, hosts, micro_batches, costs, tight: see :func:`~.orders.compute_order`.
+        copy: of the model.
+        done: what is finished.
+    """
+    counts = dict(tight)
     runs: list[tuple[tuple[str, ...], list[_SpanPart]]] = []
     for stage in range(layout.stages):
         first = stage * layout.pipelines + copy * layout.slices
@@ -171,4 +198,8 @@ def spans_of(
             if not runs or runs[-1][0] != members:
                 runs.append((members, []))
             runs[-1][1].append(_SpanPart(roles, cost, part))
-    return [StageSpan(members, parts, micro_batches, index, len(runs)) for index, (members, parts) in enumerate(runs)]
+    spans, warm_up = [], len(runs)
+    for index, (members, successive) in enumerate(runs):
+        warm_up = min(warm_up, len(runs) - index, *(counts.get(member) or warm_up for member in members))
+        spans.append(StageSpan(members, successive, micro_batches, warm_up))
+    return spans
