@@ -54,7 +54,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
 
 
 def anything(random: Random) -> tuple[Plan, int, Progress]:
-    """Owners, shadows, builders and standbys anywhere, lent parts, costs, tight members, tensor slices, any progress."""
+    """Owners, shadows, builders, standbys anywhere, lent parts, costs, tight members, tensor slices, any progress."""
     slices, micro_batches = random.choice([1, 1, 1, 2]), random.randint(1, 8)
     stages, pipelines = random.randint(1, 6), random.randint(1, 4) * slices
     blocks = tuple(random.randint(1, 4) for _ in range(stages)) if slices == 1 and random.random() < 0.6 else ()
