@@ -28,7 +28,7 @@ pytestmark = pytest.mark.claim("concepts.md", "reference/guarantees.md")
 def check_under_way(plan: Plan, micro_batches: int, progress: Mapping[Role, RoleProgress]) -> bool:
     """After each forward pass no role has more under way than its owner's count; whether a role has had so many."""
     full = False
-    for member, count in dict(plan.tight).items() if plan.tight else ():
+    for member, count in plan.tight:
         role, under_way = Role(0, 0), Counter[Role]()
         for each, done in progress.items():
             under_way[each] = done.parts[0].forwards - done.parts[0].backwards
@@ -153,7 +153,7 @@ def test_stages_wait_for_ever_where_a_warm_up_is_larger_than_that_before(stages:
         increases = any(before < after for before, after in pairwise(effective))
         assert ends(micro_batches, warm_ups) != increases, (warm_ups, micro_batches)
         found[increases] += 1
-    assert found[False] >= 8 and (found[True] >= 10 or stages == 1)
+    assert found[False] >= 8 and (found[True] >= 8 or stages == 1)
 
 
 def _each_for_itself(*args: object) -> list[StageSpan]:
@@ -170,7 +170,7 @@ def _each_for_itself(*args: object) -> list[StageSpan]:
 def test_members_that_go_by_their_own_counts_wait_for_each_other(
     member: str, waits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Unless at most one micro-batch is under way in all stages behind."""
+    """Unless no stage behind has a larger warm-up than theirs."""
     plan = replace(plan_of(Layout(1, 4)), tight=((member, 1),))
     progress = dict.fromkeys(plan.world.roles, undivided())
     play(plan, 5, progress)
