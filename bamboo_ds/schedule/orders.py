@@ -39,7 +39,7 @@ def compute_order(
     member computes for others is little, and they wait for it). A member with one role without progress gets exactly
     1F1B.
 
-    *The simulation terminates*: 1F1B of all spans together has a linear extension (:func:`~.spans.spans_of`); without
+    *The simulation terminates*: 1F1B of all spans together has a linear extension (:func:`~.spans.warm_ups`); without
     the finished passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
     deadlock*: the passes, in the order in which the simulation takes them, are one linear extension of the
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the

@@ -115,7 +115,9 @@ def check(world: World) -> None:
         assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
         assert all(member.fatal for member in survivors)
         return
-    calm = replace(spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None, apart=None, tight=0)
+    calm = replace(
+        spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None, apart=None, tight=0
+    )
     expected = undisturbed(calm, 0)
     states, wanted = state_of(world), state_of(expected)
     assert all(same(states[role], wanted[role]) for role in wanted)

@@ -118,10 +118,28 @@ class Run:
         return min(done[kind] for *_, done in self.parts)
 
 
-def warm_up(chain: list[Run], n: int, tight: Mapping[str, int]) -> int:
-    """Forwards of run ``n`` before its first backward: no more than any run from the first on may have under way."""
-    bounds = [tight.get(member, 0) for run in chain[: n + 1] for member in run.hosts]
-    return min([len(chain) - n, *(bound for bound in bounds if bound)])
+def warm_ups(chain: list[Run], tight: Mapping[str, int]) -> list[int]:
+    """Forwards of runs before their first backwards: of all that fit, where the slowest of those with as many is least.
+
+    Of these the largest ones.
+    """
+    most = [
+        min([len(chain) - n, *(tight[member] for member in run.hosts if tight.get(member))])
+        for n, run in enumerate(chain)
+    ]
+    if most == list(range(len(chain), 0, -1)):
+        return most
+    found: list[list[int]] = [[]]
+    for bound in most:
+        found = [[*before, n] for before in found for n in range(1, min([bound, *before[-1:]]) + 1)]
+
+    def slowest(counts: list[int]) -> float:
+        times: dict[int, float] = {}
+        for count, run in zip(counts, chain, strict=True):
+            times[count] = times.get(count, 0.0) + run.work()
+        return max(times.values())
+
+    return min(found, key=lambda counts: (slowest(counts), [-count for count in counts]))
 
 
 def runs_of(plan: Plan, progress: Progress, micro_batches: int) -> list[list[Run]]:
@@ -158,10 +176,11 @@ def naive_orders(
     places.sort(key=lambda place: (chains[place[0]][place[1]].parts[0][0][0].stage, place[0]))
     end: dict[tuple[int, int, str, int], float] = {}
     queues: list[deque[tuple[str, int]]] = []
+    counts = [warm_ups(chain, dict(plan.tight)) for chain in chains]
     for copy, n in places:
         run = chains[copy][n]
         end.update({(copy, n, kind, m): 0 for kind in "FB" for m in range(run.done(kind))})
-        order = one_f_one_b(micro_batches, warm_up(chains[copy], n, dict(plan.tight)))
+        order = one_f_one_b(micro_batches, counts[copy][n])
         queues.append(deque((kind, m) for kind, m in order if m >= run.done(kind)))
     free: dict[str, float] = {member: 0 for members in hosts(plan, progress) for member in members}
     found: dict[str, list[Work]] = {member: [] for member in free}

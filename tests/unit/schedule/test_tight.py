@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from bamboo_ds.errors import ProtocolError
 from bamboo_ds.schedule import RoleProgress, Tight, UseRole, compute_order, hosts, member_program, one_f_one_b, orders
-from bamboo_ds.schedule.spans import StageSpan, spans_of
+from bamboo_ds.schedule.spans import StageSpan, spans_of, warm_ups
 from bamboo_ds.topology import Layout, Plan, Role, takeover
 from tests.support.planning import plan_of, undivided
 from tests.support.programs import play
@@ -126,9 +126,9 @@ def test_all_is_under_way_and_one_may_be() -> None:
 # --- why warm-ups do not increase along a pipeline ---------------------------------------------------------
 
 
-def ends(micro_batches: int, warm_ups: Sequence[int]) -> bool:
+def ends(micro_batches: int, counts: Sequence[int]) -> bool:
     """Whether stages with these warm-ups come to their end, with blocking receives."""
-    left = [list(one_f_one_b(micro_batches, warm_up)) for warm_up in warm_ups]
+    left = [list(one_f_one_b(micro_batches, count)) for count in counts]
     done: set[tuple[int, str, int]] = set()
     again = True
     while again:
@@ -148,10 +148,10 @@ def ends(micro_batches: int, warm_ups: Sequence[int]) -> bool:
 def test_stages_wait_for_ever_where_a_warm_up_is_larger_than_that_before(stages: int) -> None:
     """There alone: all warm-ups of all stages."""
     found: Counter[bool] = Counter()
-    for warm_ups, micro_batches in product(product(range(1, stages + 2), repeat=stages), range(1, 5)):
-        effective = [min(warm_up, micro_batches) for warm_up in warm_ups]
+    for counts, micro_batches in product(product(range(1, stages + 2), repeat=stages), range(1, 5)):
+        effective = [min(count, micro_batches) for count in counts]
         increases = any(before < after for before, after in pairwise(effective))
-        assert ends(micro_batches, warm_ups) != increases, (warm_ups, micro_batches)
+        assert ends(micro_batches, counts) != increases, (counts, micro_batches)
         found[increases] += 1
     assert found[False] >= 8 and (found[True] >= 8 or stages == 1)
 
@@ -196,21 +196,23 @@ def test_members_that_go_by_their_own_counts_wait_for_each_other(
 
 
 @pytest.mark.parametrize(
-    ("owners", "tight", "warm_ups"),
+    ("owners", "tight", "expected"),
     [
         ("abcd", (), [4, 3, 2, 1]),
         ("abcd", (("b", 1),), [4, 1, 1, 1]),
         ("abcd", (("b", 0), ("c", 9)), [4, 3, 2, 1]),
+        ("abcd", (("a", 2),), [2, 2, 1, 1]),
         ("abcd", (("a", 3), ("c", 1)), [3, 3, 1, 1]),
+        ("abcd", (("a", 3), ("b", 1)), [3, 1, 1, 1]),
         ("aabc", (("b", 1), ("standby", 1)), [3, 1, 1]),  # a span of two stages
-        ("aabc", (("a", 2),), [2, 2, 1]),
+        ("aabc", (("a", 2),), [2, 1, 1]),
         ("abac", (("a", 3),), [3, 3, 2, 1]),  # two spans of one member
     ],
 )
-def test_warm_ups(owners: str, tight: Tight, warm_ups: list[int]) -> None:
+def test_warm_ups(owners: str, tight: Tight, expected: list[int]) -> None:
     layout = Layout(1, 4)
     found = spans_of(layout, 0, tuple((owner,) for owner in owners), 8, ((undivided().parts[0],),) * 4, None, tight)
-    assert [span.warm_up for span in found] == warm_ups
+    assert [span.warm_up for span in found] == expected
 
 
 def test_slices_go_by_the_smallest_count() -> None:
@@ -221,9 +223,9 @@ def test_slices_go_by_the_smallest_count() -> None:
 
 
 def test_the_drawn_orders() -> None:
-    """Those of a tight member in :func:`spans_of`."""
-    drawn = [line.split() for line in (spans_of.__doc__ or "").splitlines() if line.strip()[1:3] == " ("]
+    """Those of a tight member in :func:`warm_ups`."""
+    drawn = [line.split() for line in (warm_ups.__doc__ or "").splitlines() if line.strip()[1:3] == " ("]
     assert [row[0] for row in drawn] == list("abcd")
-    found = compute_order(Layout(1, 4), tuple((member,) for member in "abcd"), 6, tight=(("b", 1),))
+    found = compute_order(Layout(1, 4), tuple((member,) for member in "abcd"), 4, tight=(("a", 2),))
     for member, _, *cells in drawn:
         assert [f"{kind}{m}" for _, kind, m, _ in found[member]] == cells
