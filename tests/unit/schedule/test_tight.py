@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise, product
+from itertools import accumulate, pairwise, product
 
 import pytest
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass
@@ -16,7 +16,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from bamboo_ds.errors import ProtocolError
-from bamboo_ds.schedule import RoleProgress, Tight, UseRole, compute_order, hosts, member_program, one_f_one_b, orders
+from bamboo_ds.schedule import (
+    RoleProgress,
+    Tight,
+    UseRole,
+    compute_order,
+    hosts,
+    member_program,
+    one_f_one_b,
+    orders,
+    spans,
+    timeline,
+)
 from bamboo_ds.schedule.spans import StageSpan, spans_of, warm_ups
 from bamboo_ds.topology import Layout, Plan, Role, takeover
 from tests.support.planning import plan_of, undivided
@@ -229,3 +240,54 @@ def test_the_drawn_orders() -> None:
     found = compute_order(Layout(1, 4), tuple((member,) for member in "abcd"), 4, tight=(("a", 2),))
     for member, _, *cells in drawn:
         assert [f"{kind}{m}" for _, kind, m, _ in found[member]] == cells
+
+
+# --- what it costs -----------------------------------------------------------------------------------------
+
+
+def slowdown(layout: Layout, owners: Sequence[str], tight: Tight) -> float:
+    """How many times as long the passes of 4 x P micro-batches take as without counts; backwards twice as forwards."""
+    who = tuple((owner,) for owner in owners)
+
+    def seconds(counts: Tight) -> float:
+        micro_batches = 4 * layout.stages
+        return timeline(layout, who, micro_batches, lambda _, kind, *more: 1 + (kind == "B"), tight=counts).seconds
+
+    return seconds(tight) / seconds(())
+
+
+@pytest.mark.parametrize(
+    ("pipelines", "stages", "doubled", "count", "most"),
+    [
+        (1, 4, None, 2, 1.8),
+        (1, 8, None, 4, 1.8),
+        (1, 4, (0, 1), 2, 1.05),
+        (1, 8, (0, 1), 4, 1.07),
+        (1, 8, (3, 4), 3, 1.03),
+        (1, 8, (0, 4), 4, 1.43),
+        (2, 8, (0, 1), 4, 1.36),  # role (0, 0), and role (1, 0)
+        (2, 8, (0, 3), 4, 1.33),  # role (0, 0), and role (1, 1)
+    ],
+)
+def test_half_of_the_micro_batches(
+    pipelines: int, stages: int, doubled: tuple[int, int] | None, count: int, most: float
+) -> None:
+    """They cost little where their member has two roles."""
+    layout = Layout(pipelines, stages)
+    owners = [f"m{rank}" for rank in range(layout.size)]
+    if doubled is not None:
+        owners[doubled[1]] = owners[doubled[0]]
+    first = owners[doubled[0] if doubled else 0]
+    assert slowdown(layout, owners, ((first, count),)) < most
+
+
+def test_groups_are_better_than_equal_warm_ups(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight stages, four micro-batches under way: all of them in the first five stages would take twice as long."""
+    owners, tight = [f"m{rank}" for rank in range(8)], (("m0", 4),)
+    found = slowdown(Layout(1, 8), owners, tight)
+    monkeypatch.setattr(spans, "warm_ups", lambda most, work: list(accumulate(most, min)))
+    orders.ordered.cache_clear()
+    try:
+        assert slowdown(Layout(1, 8), owners, tight) > 2 * found
+    finally:
+        orders.ordered.cache_clear()
