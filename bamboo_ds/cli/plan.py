@@ -104,6 +104,8 @@ class PlanReport(_Told):
         memory: of members of the next plan that may not hold any number of bytes, as far as it is known what stages
             take.
         parked: those of the next plan whose replicas wait in host memory until they compute.
+        tight: those without room for all that they own and shadow as it is, each with the number of micro-batches that
+            its own stages have under way at most; 0: as many as else.
         reasons: one sentence per change, and per rule that cannot be met.
     """
 
@@ -121,6 +123,7 @@ class PlanReport(_Told):
     moves: list[MoveReport]
     memory: list[MemoryReport]
     parked: list[str]
+    tight: list[tuple[str, int]]
     reasons: list[str]
 
 
@@ -295,6 +298,7 @@ def plan_report(
         ],
         memory=[MemoryReport(member=m, limit=limit, held=held) for m, limit, held in memory_of(target, members)],
         parked=list(target.parked),
+        tight=list(target.tight),
         reasons=reasons,
     )
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from ..config import RedundancyMode
 from ..topology import Candidate, Layout, Plan, Room, StageMemory
 from ..topology.memory import StateBytes
-from ..topology.room import member_bytes
+from ..topology.room import rests
 from .profile import Profile
 
 
@@ -40,12 +40,11 @@ class Footprint:
         found = []
         for stage, count in enumerate(self.parameters):
             chosen = round(self.micro_batches * self.kept[stage]) if self.mode is RedundancyMode.AUTO else None
-            found.append(replace(self.state.of(count), passes=round(self._passes(stage)), redundant=chosen))
+            # Tensors that are kept for a takeover are in host memory.
+            under_way = min(self.layout.stages - stage, self.micro_batches)
+            passes = round(under_way * self.kept[stage])
+            found.append(replace(self.state.of(count), passes=passes, redundant=chosen, under_way=under_way))
         return tuple(found)
-
-    def _passes(self, stage: int) -> float:
-        """Bytes of the activations in flight. Tensors that are kept for a takeover are in host memory."""
-        return min(self.layout.stages - stage, self.micro_batches) * self.kept[stage]
 
     def waiting(self, plan: Plan) -> frozenset[str]:
         """Members of ``plan`` whose replicas wait in host memory."""
@@ -65,15 +64,28 @@ class Footprint:
             lent, waits = {each.rank for each in plan.lent}, self.waiting(plan)
             there = (s if rank in lent or s not in waits else None for rank, s in enumerate(plan.shadows))
             plan = replace(plan, shadows=tuple(there))
-        known = member_bytes(plan, [self.state.of(count) for count in self.parameters])
-        need: dict[str, float] = {member: sum(both) for member, both in known.items()}
+        counts, roles = dict(plan.tight), range(len(plan.owners))
+        step = max(stage.masters for stage in self.stages)
+        need: dict[str, float] = {member: step if member in counts else 0 for member in plan.members}
+        for rank, owner, shadow in zip(roles, plan.owners, plan.shadows or (None,) * len(roles), strict=True):
+            if owner in need:
+                stage = self.on(plan, rank, owner)
+                need[owner] += stage.own + (stage.bounded(counts[owner]) if counts.get(owner) else stage).passes
+            if shadow in need:
+                need[shadow] += self.on(plan, rank, shadow).replica
         for rank, member in plan.builders if not self.state.parked else ():
             if member in need:
                 need[member] += self.parameters[rank // self.layout.pipelines] * self.state.shadow
-        for rank, owner in enumerate(plan.owners):
-            if owner in need:
-                need[owner] += self._passes(rank // self.layout.pipelines)
         return max(need.values(), default=0.0) + self.profile.workspace_bytes
+
+    def on(self, plan: Plan, rank: int, member: str) -> StageMemory:
+        """What the role of ``rank`` takes on ``member``."""
+        stage = self.stages[rank // self.layout.pipelines]
+        return stage.lean if rests(plan, rank, member) else stage
+
+    def resting(self, plan: Plan, rank: int) -> int:
+        """Bytes of the role that its owner has in host memory between steps."""
+        return self.stages[rank // self.layout.pipelines].resting if rests(plan, rank, plan.owners[rank]) else 0
 
     def fits(self, plan: Plan) -> bool:
         """Whether all members have the memory that ``plan`` needs, but for what waits in host memory."""

@@ -273,7 +273,10 @@ class Pace:
     # -- the end of an iteration --------------------------------------------------------------------------
 
     def epilogue(self, plan: Plan) -> tuple[float, float]:
-        """Seconds of the slowest member for its gradients (over pipelines, and to replicas), and of its updates."""
+        """Seconds of the slowest member for its gradients (over pipelines, and to replicas), and of its updates.
+
+        An optimizer that rests in host memory goes to the device for its update, and back.
+        """
         pipelines, network = self.layout.pipelines, self.terms.network_gb_s * 1e9
         reduced: dict[str, dict[int, float]] = defaultdict(dict)
         sent: dict[str, float] = defaultdict(float)
@@ -289,7 +292,8 @@ class Pace:
             stage = rank // pipelines
             size = self.parameters[stage] * self.profile.gradient_bytes / network
             reduced[owner][stage] = 2 * (pipelines - 1) / pipelines * size
-            update[owner] += self._update[stage]
+            resting_s = self.footprint.resting(plan, rank) / (self.terms.host_gb_s * 1e9)
+            update[owner] += self._update[stage] + 2 * resting_s
             for member in followers[rank]:
                 sent[owner] += size
                 received[member] += size

@@ -9,7 +9,7 @@ from .moves import Move, builders_for, holders_of, moves, without_copies
 from .plan import LONG_S, Lent, Plan, Side, part_hosts
 from .planner import initial_plan, takeover, with_redundancy
 from .roles import Layout, Role
-from .room import Room, while_copying
+from .room import Room, tightness_of, while_copying
 from .sources import batch_sources, end_sources, ends, hungry, source_ends
 
 # The function ``planner.plan`` is not here: it would hide the module ``plan``.

@@ -3,10 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from math import inf
 
 from .partition import SLACK
 from .question import Question
 from .roles import Layout, Role
+from .room import Room
+
+
+@dataclass
+class _Ledger:
+    """Bytes of members with a limit, by the sizes of ``room``: ``left`` besides roles, and ``leaving`` with them.
+
+    What is leaving are roles that members have had and are to have no more.
+    """
+
+    room: Room
+    left: dict[str, int]
+    leaving: dict[str, int]
+
+    def copy(self) -> _Ledger:
+        return _Ledger(self.room, dict(self.left), dict(self.leaving))
 
 
 class Board:
@@ -18,7 +36,7 @@ class Board:
         redundant: roles have replicas.
         beside: ranks of the stages before and after each role.
         adjacent: ranks that are well co-hosted with each role: those beside it, and its stage in the pipelines beside.
-        left: bytes that members with a limit may hold besides.
+        limited: members may hold only so much.
         exchanging: whether members may get roles in exchange for others, for which they have room only when those are
             gone; while copies are made they hold both.
     """
@@ -41,21 +59,26 @@ class Board:
         self._guests: dict[str, tuple[int, ...]] = {}
         self._room = room
         self.exchanging = False
-        self.left = {member: room.free(member) for member in room.limits if member in roster.order}
-        #: Bytes of roles that their members have had and are to have no more.
-        self._leaving = dict.fromkeys(self.left, 0)
+        limits = [member for member in room.limits if member in roster.order]
+        self.limited = bool(limits)
+        #: Of the ways in which members can hold roles. One has to do.
+        self._ledgers = [
+            _Ledger(each, {member: each.free(member) for member in limits}, dict.fromkeys(limits, 0))
+            for each in dict.fromkeys((room, room.whole))
+        ]
         for rank, owner in enumerate(previous.owners):
             if owner in roster.order:
                 self.put(rank, owner)
         self._guests.clear()
-        self._leaving = dict.fromkeys(self.left, 0)
+        for ledger in self._ledgers:
+            ledger.leaving = dict.fromkeys(limits, 0)
 
     def copy(self) -> Board:
         """The same board, to try something on."""
         other = object.__new__(Board)
         other.__dict__.update(self.__dict__)
         other.owners, other.loads, other._guests = list(self.owners), dict(self.loads), dict(self._guests)
-        other.left, other._leaving = dict(self.left), dict(self._leaving)
+        other._ledgers = [ledger.copy() for ledger in self._ledgers]
         return other
 
     def put(self, rank: int, member: str) -> None:
@@ -63,7 +86,7 @@ class Board:
         self.owners[rank] = member
         self.loads[member] += self.seconds[rank]
         self._guests[member] = (*self._guests.get(member, ()), rank)
-        if member in self.left:
+        if self.limited:
             self._hold(rank, member, 1)
 
     def take(self, rank: int) -> None:
@@ -73,27 +96,39 @@ class Board:
         self.owners[rank] = None
         self.loads[owner] -= self.seconds[rank]
         self._guests[owner] = tuple(guest for guest in self._guests.get(owner, ()) if guest != rank)
-        if owner in self.left:
+        if self.limited:
             self._hold(rank, owner, -1)
 
     def _hold(self, rank: int, member: str, sign: int) -> None:
-        size = self._room.owned(rank, member) * sign
-        self.left[member] -= size
-        if self._previous.owners[rank] == member:
-            self._leaving[member] -= size
+        for ledger in self._ledgers if member in self._room.limits else ():
+            size = ledger.room.owned(rank, member) * sign
+            ledger.left[member] -= size
+            if self._previous.owners[rank] == member:
+                ledger.leaving[member] -= size
 
     def fits(self, rank: int, member: str, limit: float) -> bool:
         """Whether ``member`` may hold the role, and could take it without exceeding ``limit`` seconds."""
         fast = self.loads[member] + self.seconds[rank] <= limit * (1 + SLACK)
-        return fast and (not self.left or self.has_room(rank, member))
+        return fast and (not self.limited or self.has_room(rank, member))
 
     def has_room(self, rank: int, member: str) -> bool:
         """Whether ``member`` may hold the role."""
-        if member not in self.left:
+        if member not in self._room.limits:
             return True
         # A role that comes by a copy does so beside what it replaces, unless copies are elsewhere.
         beside = not (self.exchanging or self._room.parked or self._previous.owners[rank] == member)
-        return self._room.owned(rank, member) <= self.left[member] - (self._leaving[member] if beside else 0)
+        return any(
+            each.room.owned(rank, member) <= each.left[member] - (each.leaving[member] if beside else 0)
+            for each in self._ledgers
+        )
+
+    def left(self, member: str) -> tuple[float, ...]:
+        """Bytes that ``member`` may hold besides, in each of the ways in which it can hold roles."""
+        return tuple(ledger.left.get(member, inf) for ledger in self._ledgers)
+
+    def crowded(self, member: str) -> bool:
+        """Whether ``member`` holds more than it may."""
+        return max(self.left(member)) < 0
 
     def size(self, rank: int) -> int:
         """Bytes of the role, as a copy of which a member would hold most."""
@@ -102,7 +137,7 @@ class Board:
     @property
     def within(self) -> bool:
         """Whether no member holds more than it may."""
-        return all(left >= 0 for left in self.left.values())
+        return not any(map(self.crowded, self._ledgers[0].left))
 
     @property
     def slowest(self) -> float:

@@ -21,6 +21,7 @@ from .lending import Cuts, Graph, Ground, Lending
 from .partition import SLACK
 from .plan import Lent, Plan
 from .question import Holders, Question
+from .room import Room
 
 #: How many roles get other shadows for the sake of speed, how many shadows are tried for each, and how many in all,
 #: times the number of members.
@@ -70,11 +71,11 @@ class Divider:
 
     def __init__(self, question: Question) -> None:
         self._previous, self._roster, self._costs = question.previous, question.roster, question.costs
-        self._policy, self._room = question.policy, question.room
+        self._policy = question.policy
         #: By owners, shadows and thoroughness: the planner asks about the same ones several times.
         self._known: dict[tuple[tuple[str, ...], tuple[str | None, ...], bool], Lending] = {}
 
-    def divided(self, target: Plan, holders: Holders) -> Plan:
+    def divided(self, target: Plan, holders: Holders, room: Room) -> Plan:
         """``target``, in which shadows compute parts of stages.
 
         Where its shadows do not let all members have about as much to do, some of the slowest member's roles get
@@ -83,6 +84,7 @@ class Divider:
         Args:
             target: with owners and shadows for all members.
             holders: valid copies by rank.
+            room: for replicas.
         """
         if not any(self._previous.cuts):
             return replace(target, lent=())
@@ -92,11 +94,11 @@ class Divider:
             if not best.even:
                 # Shadows that serve the division better than nearer ones would stay: copies back and forth help nobody.
                 before = _as_before(self._previous, target, self._roster, holders)
-                if not self._room.crowded(target.owners, before):
+                if not room.crowded(target.owners, before):
                     other = self._settled(ground, before)
                     best = other if self._gains(other, best) else best
-            linked = self._linked(ground, best, holders)
-            tried = (self._with_other_shadows(ground, each, holders) for each in (best, linked))
+            linked = self._linked(ground, best, holders, room)
+            tried = (self._with_other_shadows(ground, each, holders, room) for each in (best, linked))
             alone, after = (self._settled(ground, each.shadows, thorough=True) for each in tried)
             best = after if self._gains(after, alone) else alone
         else:
@@ -113,7 +115,7 @@ class Divider:
             self._known[key] = _settled(Graph(ground, shadows), lent, self._policy.min_gain, thorough)
         return self._known[key]
 
-    def _linked(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
+    def _linked(self, ground: Ground, best: Lending, holders: Holders, room: Room) -> Lending:
         """``best``, or what gains over it with shadows that let work come to members to whom none can come so far.
 
         Members between whom work can go along owners and shadows are together. One role after the other of those that
@@ -124,23 +126,25 @@ class Divider:
         for _ in best.together()[1:]:  # each link makes them one fewer
             # A role that was linked is the only way to those of its shadow.
             ranks = [rank for rank, shadow in enumerate(now.shadows) if shadow == best.shadows[rank]]
-            shadows = self._link(ground, now, ranks, holders)
+            shadows = self._link(ground, now, ranks, holders, room)
             if shadows is None:
                 break
             now = Lending(Graph(ground, shadows))  # as much is to be done by those that are together, however divided
         linked, alone = (self._settled(ground, each.shadows, thorough=True) for each in (now, best))
         return self._settled(ground, now.shadows) if self._gains(linked, alone) else best
 
-    def _link(self, ground: Ground, now: Lending, ranks: Sequence[int], holders: Holders) -> list[str | None] | None:
+    def _link(
+        self, ground: Ground, now: Lending, ranks: Sequence[int], holders: Holders, room: Room
+    ) -> list[str | None] | None:
         together = sorted(now.together(), key=lambda found: found.share)
-        most, loads, left = together[-1], now.loads.by_member, self._left(ground, now)
+        most, loads, left = together[-1], now.loads.by_member, self._left(ground, now, room)
         for least in together[:-1] if most.share > now.even_share * (1 + _APART) else ():
             options = [
                 (member not in holders.get(rank, ()), -loads[owner], loads[member], self._roster.order[member], rank)
                 for rank, owner in ((rank, ground.owners[rank]) for rank in ranks)
                 if owner in most.members and ground.ways[rank // ground.pipelines]
                 for member in least.members
-                if self._roster.apart(owner, member) and self._may_hold(rank, member, left)
+                if self._roster.apart(owner, member) and self._may_hold(rank, member, left, room)
             ]
             spare = cache(now.spare)
             for *_, order, rank in sorted(options):
@@ -148,7 +152,7 @@ class Divider:
                     return _with(now.shadows, rank, self._roster.usable[order].id)
         return None
 
-    def _with_other_shadows(self, ground: Ground, best: Lending, holders: Holders) -> Lending:
+    def _with_other_shadows(self, ground: Ground, best: Lending, holders: Holders, room: Room) -> Lending:
         """``best``, or what gains over it with other shadows: for one role at a time, which slows nobody down.
 
         Where several members are about as slow, a change that relieves one gains nothing before all are relieved.
@@ -160,7 +164,7 @@ class Divider:
             for helped in (False, True):
                 if now.even or found.better_than(now):
                     break
-                options = self._options(ground, now, holders, min(trials, each), helped)
+                options = self._options(ground, now, holders, room, min(trials, each), helped)
                 trials -= len(options)
                 tried = [self._settled(ground, shadows) for shadows in options]
                 found = min(tried, key=lambda division: division.rating, default=now)
@@ -171,7 +175,7 @@ class Divider:
         return best
 
     def _options(
-        self, ground: Ground, now: Lending, holders: Holders, count: int, helped: bool
+        self, ground: Ground, now: Lending, holders: Holders, room: Room, count: int, helped: bool
     ) -> list[list[str | None]]:
         """The shadows of ``now``, but another one for a role of the slowest member: the ``count`` most promising ones.
 
@@ -184,7 +188,7 @@ class Divider:
         for rank, owner in enumerate(ground.owners):
             stages[owner].append(rank // ground.pipelines)
         loads, idlest, options = now.loads.by_member, now.loads.ascending[:_IDLEST], []
-        left = self._left(ground, now)
+        left = self._left(ground, now, room)
         lent = {each.rank for each in now.lent()} if helped else set()
         for rank, owner in enumerate(ground.owners):
             stage = rank // ground.pipelines
@@ -193,29 +197,29 @@ class Divider:
                 continue
             held = [member for member in holders.get(rank, ()) if member in loads]
             able = [m for m in {*held, *idlest} if m != now.shadows[rank] and self._roster.apart(owner, m)]
-            able = [m for m in able if self._may_hold(rank, m, left)]
+            able = [m for m in able if self._may_hold(rank, m, left, room)]
             rated = ((m not in held, loads[m], _distance(stages[m], stage), self._roster.order[m]) for m in able)
             options += [(rating, rank) for rating in nsmallest(_OPTIONS, rated)]
         usable = self._roster.usable
         return [_with(now.shadows, rank, usable[order].id) for (*_, order), rank in nsmallest(count, options)]
 
-    def _left(self, ground: Ground, now: Lending) -> tuple[dict[str, int], dict[str, int]]:
+    def _left(self, ground: Ground, now: Lending, room: Room) -> tuple[dict[str, int], dict[str, int]]:
         """Bytes that members with a limit have left, in the end and with all that they hold while copies are made."""
-        if not self._room.limits:
+        if not room.limits:
             return {}, {}
-        previous, room = self._previous, self._room
+        previous = self._previous
         wanted = [pair for row in (ground.owners, now.shadows) for pair in enumerate(row) if pair[1] is not None]
         copied = [(rank, str(member)) for rank, member in wanted]
         return room.left(ground.owners, now.shadows), room.left(previous.owners, previous.shadows, copied)
 
-    def _may_hold(self, rank: int, member: str, left: tuple[dict[str, int], dict[str, int]]) -> bool:
+    def _may_hold(self, rank: int, member: str, left: tuple[dict[str, int], dict[str, int]], room: Room) -> bool:
         """Whether ``member`` has room for a replica, and for its copy unless it has that; ``left``: :meth:`_left`."""
         in_the_end, copying = left
         if member not in in_the_end:
             return True
         held = member in (self._previous.owners[rank], self._previous.shadows[rank])
-        return self._room.shadowed(rank, member) <= in_the_end[member] and (
-            held or self._room.copying(rank, member) <= max(0, copying[member])
+        return room.shadowed(rank, member) <= in_the_end[member] and (
+            held or room.copying(rank, member) <= max(0, copying[member])
         )
 
 

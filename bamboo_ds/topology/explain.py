@@ -10,7 +10,7 @@ from .moves import holders_of, moves
 from .plan import Plan
 from .question import Holders
 from .roles import Role
-from .room import Room
+from .room import Room, Tightness, tightness_of
 
 
 def explain(
@@ -35,7 +35,8 @@ def explain(
 def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
     """Lines on what ``plan`` lacks since ``members`` have not the memory for it, and on the limits that bind."""
     roster = Roster(member for member in members if member.id in plan.members)
-    room = Room(plan, roster.usable)
+    whole = Room(plan, roster.usable)
+    room = whole.at(dict.fromkeys(whole.limits, Tightness.LEAN) | tightness_of(plan))
     left = room.left(plan.owners, plan.shadows)
     alike: dict[tuple[int, str], list[Role]] = {}
     for rank in plan.unshadowed if left else ():
@@ -47,9 +48,18 @@ def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
         + (f"; of members that might hold it {most} has most room, {_mib(max(0, left[most]))}" if most else "")
         for (size, most), roles in sorted(alike.items())
     ]
+    missing = {member: -most for member, most in whole.left(plan.owners, plan.shadows).items()}
+    rests = whole.gains(Tightness.LEAN)
+    for member, count in plan.tight:
+        measures = ["optimizers, but that of its script's own role, are in host memory between steps"] if rests else []
+        measures += [f"each role that it owns has at most {_micro_batches(count)} under way"] if count else []
+        if measures:
+            lacking = f"{member} lacks {_mib(missing[member])} to hold its roles as they are"
+            found.append(f"{lacking}: {'; '.join(measures)}")
+    least = whole.at(Tightness.BOUNDED).left(plan.owners, plan.shadows)
     return found + [
-        f"{member} has to hold {_mib(-left[member])} more than the {_mib(room.limits[member])} that it may: "
-        "no plan is without"
+        f"{member} has to hold {_mib(min(-least[member], missing[member]))} more than the "
+        f"{_mib(whole.limits[member])} that it may: no plan is without"
         for member in plan.crowded
         if member in left
     ]
@@ -58,8 +68,7 @@ def short_of_memory(plan: Plan, members: Sequence[Candidate]) -> list[str]:
 def memory_of(plan: Plan, members: Iterable[Candidate]) -> list[tuple[str, int, int]]:
     """The memory of each member of ``plan`` with a limit: its id, bytes that it may hold, and that it holds."""
     room = Room(plan, [member for member in members if member.id in plan.members])
-    left = room.left(plan.owners, plan.shadows)
-    return [(member, limit, limit - left[member]) for member, limit in room.limits.items()]
+    return [(member, room.limits[member], held) for member, held in room.held(plan).items()]
 
 
 def undivided(plan: Plan) -> list[str]:
@@ -258,6 +267,10 @@ class _Explanation:
 
 def _mib(count: int) -> str:
     return f"{count / 2**20:.1f} MiB"
+
+
+def _micro_batches(count: int) -> str:
+    return f"{count} micro-batch" if count == 1 else f"{count} micro-batches"
 
 
 def _roles(count: int) -> str:

@@ -7,7 +7,7 @@ there for a while, what autograd keeps, boundary tensors, buffers and the alloca
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 Precision = Literal["fp32", "fp16", "bf16"]
@@ -89,6 +89,15 @@ class StageMemory:
     def ahead(self) -> int:
         """The same on the shadow before a loss, with a replica on its device."""
         return self.replica + self.sums + (self.redundant or 0)
+
+    @property
+    def lean(self) -> StageMemory:
+        """The same where what can rest in host memory does."""
+        return replace(self, own=self.own - self.resting, replica=self.replica - self.resting)
+
+    def bounded(self, count: int) -> StageMemory:
+        """The same with passes of ``count`` micro-batches under way at most."""
+        return replace(self, passes=-(-self.passes * min(count, self.under_way) // self.under_way))
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,13 @@ def _settled(board: Board) -> Board | None:
     for rank, owner in enumerate(board.owners):
         if owner is not None:
             ranks.setdefault(owner, []).append(rank)
-    for member in [member for member, left in board.left.items() if left < 0]:
+    for member in filter(board.crowded, board.roster.order):
 
         def price(rank: int, member: str = member) -> tuple[bool, int, int]:
             return board.holder(rank, inf, besides=member) is None, -board.size(rank), rank
 
         for rank in sorted(ranks.get(member, ()), key=price):
-            if board.left[member] < 0:
+            if board.crowded(member):
                 board.take(rank)
     loose = sorted(board.homeless, key=lambda rank: (-board.size(rank), rank))
     for exchanging in (False, True):
@@ -88,13 +88,13 @@ def _search(board: Board, loose: list[int], begin: int, places: list[int]) -> bo
     rank = loose[begin]
     held = board.held(rank)
     options = [m.id for m in board.roster.usable if board.has_room(rank, m.id)]
-    options.sort(key=lambda m: (m not in held, board.left.get(m, inf), board.loads[m]))
+    options.sort(key=lambda m: (m not in held, board.left(m), board.loads[m]))
     tried = set()
     places[0] -= len(board.roster.usable)
     for member in options:
         # Of members with equal room one is tried.
         script_rank = board.roster.everyone[member].script_rank if len(board.roster.usable) <= _TOLD_APART else 0
-        kind = board.left.get(member, inf), script_rank
+        kind = board.left(member), script_rank
         if kind in tried:
             continue
         if places[0] < 0:

@@ -29,7 +29,7 @@ def place_owners(question: Question, min_gain: float) -> tuple[str, ...]:
         moved = _levelled(board, limit)
         if moved.within and moved.slowest <= limit * (1 + SLACK):
             return _owners(moved)
-    return _owners(packed(board, still, min_gain) if board.left else _from_scratch(board, bins))
+    return _owners(packed(board, still, min_gain) if board.limited else _from_scratch(board, bins))
 
 
 def _owners(board: Board) -> tuple[str, ...]:

@@ -25,7 +25,7 @@ Equal arguments give equal plans, so any agent that becomes leader writes the pl
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import replace
 
 from ..errors import ConfigError
@@ -38,7 +38,7 @@ from .placement import place_owners
 from .plan import Plan
 from .question import Holders, Question
 from .roles import Layout
-from .room import Room
+from .room import Room, Tightness
 from .shadows import place_shadows
 from .slices import given_up, merged, only
 
@@ -106,22 +106,48 @@ def with_redundancy(
         sliced = only(laid_out, number)
         script_ranks = zip(sliced.members, sliced.script_ranks, strict=True)
         mine = [replace(facts[member], script_rank=script_rank, leaving=False) for member, script_rank in script_ranks]
-        room = Room(sliced, mine)
-        if redundant:
-            question = Question(sliced, Roster(mine), Costs(), policy, room, {})
-            sliced = replace(sliced, shadows=place_shadows(question, sliced.owners))
-        slices.append(_checked(sliced, room, redundant))
+
+        def shadowed(room: Room, sliced: Plan = sliced, mine: Sequence[Candidate] = mine) -> Plan:
+            if redundant:
+                room = room.eased(sliced.owners)
+                question = Question(sliced, Roster(mine), Costs(), policy, room, {})
+                sliced = replace(sliced, shadows=place_shadows(question, sliced.owners))
+            return _checked(sliced, room, redundant)
+
+        slices.append(_within(Room(sliced, mine), shadowed))
     whole = merged(laid_out, slices)
-    told = {name: getattr(whole, name) for name in ("shadows", "unshadowed", "crowded", "parked")}
+    told = {name: getattr(whole, name) for name in ("shadows", "unshadowed", "crowded", "parked", "tight")}
     return replace(laid_out, **told)
 
 
+def _within(room: Room, attempt: Callable[[Room], Plan]) -> Plan:
+    """What ``attempt`` makes of ``room``, with roles as they are or in less memory, as little less as serves.
+
+    Fewest members are crowded, then fewest roles are unshadowed. For the sake of these optimizers rest in host memory,
+    but no role has fewer micro-batches under way, which slows its pipeline.
+    """
+    best = attempt(room)
+    for tightness in (Tightness.LEAN, Tightness.BOUNDED):
+        short = best.crowded or (best.unshadowed and tightness is Tightness.LEAN)
+        if short and room.gains(tightness):
+            best = min(best, attempt(room.at(tightness)), key=lambda plan: (len(plan.crowded), len(plan.unshadowed)))
+    return _held(best, room)
+
+
 def _checked(plan: Plan, room: Room, redundant: bool) -> Plan:
-    """``plan`` with what it cannot do for lack of ``room``, and where replicas are."""
+    """``plan`` with what it cannot do for lack of ``room``."""
     several = len(plan.members) > 1
     bare = [rank for rank, shadow in enumerate(plan.shadows) if shadow is None and redundant and several]
-    unshadowed, names = tuple(bare) if room.limits else (), (plan.owners, plan.shadows)
-    return replace(plan, unshadowed=unshadowed, crowded=room.crowded(*names), parked=tuple(room.waiting(*names)))
+    unshadowed = tuple(bare) if room.limits else ()
+    return replace(plan, unshadowed=unshadowed, crowded=room.crowded(plan.owners, plan.shadows))
+
+
+def _held(plan: Plan, room: Room) -> Plan:
+    """``plan`` with how its members hold roles within ``room``, and where replicas are."""
+    names = plan.owners, plan.shadows
+    tight = room.tight(*names)
+    crowded = room.at(Tightness.BOUNDED).crowded(*names) if tight else ()
+    return replace(plan, crowded=crowded, parked=tuple(room.waiting(*names)), tight=tight)
 
 
 def takeover(
@@ -136,8 +162,8 @@ def takeover(
     shadows, so every role of a lost member is lost.
 
     Where members may hold only so much, a shadow may own the role as well (:mod:`.room`). A builder that is ready has
-    room for it, too. The owner of another pipeline may not: the loss cannot wait, so it holds too much until the next
-    plan.
+    room for it, too. The owner of another pipeline may not: the loss cannot wait, so it holds its roles in less memory,
+    or too much where that does not do, until the next plan.
 
     Nothing else moves: a surviving owner keeps all its roles, living builders go on learning. Names that the
     plan does not list are ignored (they are gone already); with nobody lost the result is the same topology in
@@ -178,12 +204,7 @@ def takeover(
             twins = map(plan.layout.rank, plan.layout.siblings(plan.layout.role(rank)))
             if give(rank, [held[twin] for twin in twins if twin in held]):
                 lost_roles.remove(rank)
-    crowded: tuple[str, ...] = ()
-    parked: tuple[str, ...] = ()
-    if plan.layout is not None:
-        room = Room(plan, [facts[member] for member in survivors])
-        crowded, parked = room.crowded(owners, shadows), tuple(room.waiting(owners, shadows))
-    return replace(
+    after = replace(
         plan,
         epoch=plan.epoch + 1,
         owners=tuple(owners),
@@ -193,13 +214,12 @@ def takeover(
         lost_roles=tuple(lost_roles),
         builders=tuple((rank, m) for rank, m in plan.builders if m in alive and owners[rank] != m),
         lent=still_lent(plan, owners, shadows),
-        crowded=crowded,
-        parked=parked,
         script_ranks=tuple(
             script_rank for m, script_rank in zip(plan.members, plan.script_ranks, strict=False) if m in alive
         ),
         when="now",
     )
+    return after if plan.layout is None else _held(after, Room(plan, [facts[member] for member in survivors]))
 
 
 def _preference(heir: Candidate, gone: Candidate, duties: int) -> tuple[int, ...]:
@@ -217,8 +237,8 @@ def plan(
     """The best topology for ``members``, as a boundary plan.
 
     Rules, in order: every role is owned by a member that is not leaving; no member holds more than it may, as long as
-    replicas can be given up for that; every role is shadowed on another host
-    where there are two, else by another member; the slowest member has least to do (changed only for a gain of
+    roles can be held in less memory for that (:func:`_within`) or replicas given up; every role is shadowed on another
+    host where there are two, else by another member; the slowest member has least to do (changed only for a gain of
     ``policy.min_gain``); fewest bytes are moved; roles on one member are neighbours; shadows are where redundant
     passes need no messages; adjacent stages are in different zones, and owner and shadow. Without a violated rule or a
     gain nothing moves, so the plan of a plan is itself, but for the epoch. Nor does the target change while builders
@@ -258,7 +278,18 @@ def plan(
             targets_by_slice.append(plan(sliced, mine, costs, policy, held) if mine else given_up(sliced))
         return merged(previous, targets_by_slice, roster.everyone.values())
 
-    targets = _Targets(Question(previous, roster, costs, policy, Room(previous, roster.usable), holders))
+    def attempt(room: Room) -> Plan:
+        return _target(Question(previous, roster, costs, policy, room, holders))
+
+    target = _within(Room(previous, roster.usable), attempt)
+    nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
+    return replace(target, lost_roles=tuple(nobody))
+
+
+def _target(question: Question) -> Plan:
+    """The answer to ``question``."""
+    previous, roster, holders = question.previous, question.roster, question.holders
+    targets = _Targets(question)
 
     # Copies that are under way count as made, lest the target depend on how far they are: wanted is one that is still
     # the target when its own copies are made, or that needs just those that are under way.
@@ -277,8 +308,7 @@ def plan(
         # What owners and shadows hold does not depend on copies at all. Its copies may lead to a target that lasts.
         settled = targets.given(_settled(previous, holders))
         target = kept(frozenset(builders_for(previous, settled))) or settled
-    nobody = (rank for rank in range(previous.world.size) if roster.everyone.keys().isdisjoint(holders.get(rank, ())))
-    return replace(target, lost_roles=tuple(nobody))
+    return target
 
 
 def _promised(builders: Collection[tuple[int, str]], previous: Plan, roster: Roster, holders: Holders) -> Holders:
@@ -341,6 +371,7 @@ class _Targets:
     def _completed(self, question: Question, owners: tuple[str, ...]) -> Plan:
         """The target in which the roles have these owners."""
         previous, roster, redundant = question.previous, question.roster, question.policy.redundant
+        question = replace(question, room=question.room.eased(owners))
         shadows = place_shadows(question, owners) if redundant else (None,) * len(owners)
         target = replace(
             previous,
@@ -353,5 +384,5 @@ class _Targets:
             script_ranks=tuple(member.script_rank for member in roster.usable),
             when="boundary",
         )
-        target = self._divider.divided(target, question.holders) if previous.cuts else target
+        target = self._divider.divided(target, question.holders, question.room) if previous.cuts else target
         return _checked(target, question.room, redundant)

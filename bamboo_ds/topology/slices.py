@@ -53,6 +53,7 @@ def given_up(sliced: Plan) -> Plan:
         unshadowed=(),
         crowded=(),
         parked=(),
+        tight=(),
         when="boundary",
     )
 
@@ -84,6 +85,7 @@ def merged(previous: Plan, plans: Sequence[Plan], candidates: Iterable[Candidate
         unshadowed=tuple(sorted(rank * layout.slices + m for m, each in enumerate(plans) for rank in each.unshadowed)),
         crowded=tuple(member for member in members if any(member in each.crowded for each in plans)),
         parked=tuple(sorted({member for each in plans for member in each.parked})),
+        tight=tuple((m, count) for m in members for each in plans for name, count in each.tight if name == m),
         builders=tuple(
             sorted((r * layout.slices + m, who) for m, each in enumerate(plans) for r, who in each.builders)
         ),

@@ -30,6 +30,7 @@ from ...topology import (
     moves,
     predicted_s,
     settled,
+    tightness_of,
     while_copying,
     without_copies,
 )
@@ -90,9 +91,14 @@ def next_change(view: View, plan: Plan, policy: Policy) -> WritePlan | None:
     if builders == tuple(sorted(plan.builders)) and not joined:
         return None
     members = tuple(c.id for c in candidates)
-    room = Room(plan, candidates)
+    room = Room(plan, candidates, tightness_of(plan, target))
     shadows = tuple(while_copying(plan, target, builders, room))
-    meanwhile = replace(plan, shadows=shadows, parked=tuple(room.waiting(plan.owners, shadows)))
+    meanwhile = replace(
+        plan,
+        shadows=shadows,
+        parked=tuple(room.waiting(plan.owners, shadows)),
+        tight=room.tight(plan.owners, shadows, builders),
+    )
     learning = replace(
         meanwhile,
         # What owners and shadows can do meanwhile needs no copies.
@@ -120,8 +126,10 @@ def with_copies(view: View, plan: Plan, policy: Policy) -> Plan:
     holders = holders_of(plan, ready_copies(view.workers, plan))
     target = best_plan(plan, candidates, policy=policy, holders=holders)
     builders = tuple(sorted(builders_for(plan, target)))
-    crowded = tuple(while_copying(plan, target, builders, Room(plan, candidates))) != plan.shadows
-    return plan if crowded else replace(plan, builders=builders)
+    room = Room(plan, candidates, tightness_of(plan, target))
+    crowded = tuple(while_copying(plan, target, builders, room)) != plan.shadows
+    tight = room.tight(plan.owners, plan.shadows, builders)
+    return plan if crowded else replace(plan, builders=builders, tight=tight)
 
 
 def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
@@ -129,12 +137,12 @@ def _in_time(view: View, plan: Plan, change: Plan) -> Plan:
 
     That costs a second or so, and the passes that members are in. It is done where nobody leaves, and roles move only
     if that makes the iteration shorter. Who gets one goes on from sums, which are those of whole stages. Stages that
-    are divided anew are so with the next iteration in any case, and so are replicas that are elsewhere.
+    are divided anew are so with the next iteration in any case, and so is state that is elsewhere.
     """
     states = [view.workers[member] for member in plan.members]
     if max(state.iteration_s for state in states) < LONG_S or not set(plan.members) <= set(change.members):
         return change
-    alike = _duties(replace(change, lent=plan.lent, parked=plan.parked)) == _duties(plan)
+    alike = _duties(replace(change, lent=plan.lent, parked=plan.parked, tight=plan.tight)) == _duties(plan)
     if alike and change.builders == plan.builders:
         return change
     pairs = zip(plan.owners, change.owners, strict=True)
@@ -152,7 +160,8 @@ def _able(view: View, plan: Plan) -> Plan:
 
 
 def _duties(plan: Plan) -> tuple[Any, ...]:
-    return plan.owners, plan.shadows, plan.members, plan.lent, plan.unshadowed, plan.crowded, plan.parked
+    duties = plan.owners, plan.shadows, plan.members, plan.lent
+    return *duties, plan.unshadowed, plan.crowded, plan.parked, plan.tight
 
 
 def as_told(workers: Mapping[str, WorkerState], plan: Plan, lost: Collection[str] = ()) -> Plan:

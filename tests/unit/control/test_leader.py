@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 from typing import Any
 
@@ -248,6 +249,49 @@ def test_copies_begin_with_the_takeover() -> None:
     told = {n: WorkerState(id=n, epoch=plan.epoch, replicas=r) for n, r in zip("abd", ((3,), (0,), ()), strict=True)}
     later = decided(WritePlan, decider(), replace(crowded, plan=plan, workers=told), 100.1).plan
     assert later.builders and later.shadows != plan.shadows, "at a boundary a replica gives way"
+
+
+def test_plans_tell_which_members_have_optimizers_at_rest() -> None:
+    """After a loss two of three members hold three roles, which take 42 as they are, and 32 with optimizers at rest."""
+    stage = StageMemory(10, 10, 8, passes=4, parked=True, resting=6, masters=2, under_way=4)
+
+    def limited(memory: int) -> dict[str, LayoutRecord]:
+        return {name: report(name).model_copy(update={"memory": memory}) for name in IDS}
+
+    full = replace(SECOND, memory=(stage,) * 4)
+    lost = View(4, full, members("a", "c", "d"), reports=limited(32), left={"b": left("b")})
+    hurt = decided(WritePlan, deciding(0.0, PATIENCE_S), lost, 100.0).plan
+    assert hurt.tight == () and hurt.builders, "copies in host memory need no room"
+
+    def at_rest(plan: Plan, memory: int, iteration_s: float = 0.0) -> View:
+        held = {n: [r for r, s in enumerate(plan.shadows) if s == n] for n in plan.members}
+        for rank, name in plan.builders:
+            held[name].append(rank)
+        told = {
+            n: WorkerState(id=n, epoch=plan.epoch, replicas=tuple(sorted(held[n])), iteration_s=iteration_s)
+            for n in plan.members
+        }
+        return replace(lost, plan=plan, workers=told, reports=limited(memory))
+
+    healed = decided(WritePlan, decider(), at_rest(hurt, 32), 100.1).plan
+    assert None not in healed.shadows and not healed.unshadowed and not healed.crowded
+    most = Counter((*healed.owners, *healed.shadows))
+    assert healed.tight == tuple((name, 0) for name in healed.members if most[name] == 3) != ()
+    assert decider().decide(at_rest(healed, 32), 100.2) == Wait()
+    # That alone makes another plan, which no member breaks off a long iteration for.
+    for iteration_s in (0.0, 100.0):
+        roomy = decided(WritePlan, decider(), at_rest(healed, 42, iteration_s), 100.2).plan
+        assert roomy == replace(healed, epoch=roomy.epoch, tight=()) and roomy.when == "boundary"
+    # A joiner's copies do not change what the others hold meanwhile.
+    joiner = records.member("e", 4, script_rank=1, joiner=True)
+    joining = at_rest(healed, 32)
+    joining = replace(
+        joining,
+        members={**joining.members, "e": joiner},
+        reports={**joining.reports, "e": report("e").model_copy(update={"memory": 32})},
+    )
+    learning = decided(WritePlan, decider(), joining, 100.3).plan
+    assert learning.builders and learning.shadows == healed.shadows and learning.tight == healed.tight
 
 
 def test_long_iterations_are_not_waited_for() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from bamboo_ds.simulate.bamboo import planned
 from bamboo_ds.simulate.baselines import SampleDropping, Stock
 from bamboo_ds.simulate.market import CLIMATES, Climate, drawn
 from bamboo_ds.simulate.pace import AUTO, OVERHEAD, Pace
+from bamboo_ds.simulate.profile import Profile
 from bamboo_ds.simulate.run import LIMIT, ON_DEMAND, POLICIES, Simulation
 from bamboo_ds.simulate.settings import MODELLED, NEUTRAL, NOT_MODELLED, unmodelled
 from bamboo_ds.simulate.terms import Terms
@@ -254,6 +256,56 @@ def test_a_takeover_needs_no_room_for_parked_replicas(mode: RedundancyMode, fata
     done = simulation(market, tight, config=config).job("bamboo", market, 0).simulate()
     lost = {event.member_id for event in done.events if isinstance(event, ev.MemberLost)}
     assert lost == set(pair) and len([event for event in done.events if isinstance(event, ev.Fatal)]) == fatal
+
+
+def keeping(memory: int, precision: str = "fp32") -> tuple[Profile, BambooConfig]:
+    """Four stages, in fp32 of 32 MB with Adam, of which 16 MB can rest, on devices with so much memory.
+
+    A micro-batch keeps 2 MB of each; 4, 3, 2 and 1 of them are under way.
+    """
+    profile = model(pipelines=1, optimizer="adam", memory=memory, precision=precision)
+    layers = tuple(layer.model_copy(update={"kept_bytes": 10**6}) for layer in profile.layers)
+    config = BambooConfig().overridden(
+        {"topology.memory_limit_mb": memory / 2**20, "redundancy.mode": RedundancyMode.LAZY}
+    )
+    return profile.model_copy(update={"layers": layers}), config
+
+
+@pytest.mark.parametrize(("mega", "fatal"), [(149, 0), (102, 0), (95, 1)])
+def test_losses_of_members_with_little_memory_end_no_job(mega: int, fatal: int) -> None:
+    """All four stages take 148 MB on one member, 100 MB with optimizers at rest, 88 MB with one micro-batch each."""
+    profile, config = keeping(mega * 10**6)
+    losses = [(510.0 * number, "remove", f"n{number}") for number in (1, 2, 3)]
+    market = nodes(4, 3000, *losses)
+    done = simulation(market, profile, config=config).job("bamboo", market, 0).simulate()
+    assert len([event for event in done.events if isinstance(event, ev.MemberLost)]) == 3
+    # Two members with 95 MB have no room for all replicas, but what is left of the job has for one micro-batch each.
+    assert len([event for event in done.events if isinstance(event, ev.Fatal)]) == fatal and done.refused == 0
+    end = [event for event in done.events if isinstance(event, ev.Step)][-1]
+    assert (end.time - done.events[0].time).total_seconds() > 2500, "one member trains on"
+
+
+def test_the_memory_and_the_time_of_optimizers_at_rest() -> None:
+    profile, config = keeping(96 * 10**6)
+    slow = FREE.model_copy(update={"host_gb_s": 0.032})
+    pace = simulation(nodes(4, 100), profile, slow, config=config).pace(RedundancyMode.LAZY)
+    alone = planned(pace, 1, config)
+    assert alone.tight == (("m0", 2),) and pace.footprint.fits(alone)
+    # Of the optimizers of three stages nothing is on the device, and of each stage two micro-batches are, if it has so
+    # many.
+    assert pace.footprint.need(alone) == (4 * 32 - 3 * 16 + 2 * (2 + 2 + 2 + 1)) * 10**6
+    whole = replace(alone, tight=())
+    assert pace.footprint.need(whole) == (4 * 32 + 2 * (4 + 3 + 2 + 1)) * 10**6 and not pace.footprint.fits(whole)
+    # Each goes to the device and back at 32 MB/s.
+    seconds = [pace.epilogue(plan)[1] for plan in (whole, alone)]
+    assert seconds[1] - seconds[0] == pytest.approx(3 * 2 * 16 / 32)
+    # With fp16 masters are on the device for the step of one stage at a time.
+    halves, config = keeping(96 * 10**6, "fp16")
+    pace = simulation(nodes(4, 100), halves, config=config).pace(RedundancyMode.LAZY)
+    lean = replace(planned(pace, 1, config), tight=(("m0", 0),))
+    state = StateBytes("fp16", "adam")
+    assert state.resting == 0 and replace(state, parked=True).resting == 12
+    assert pace.footprint.need(lean) == (4 * 2 * state.owner - 3 * 2 * 12 + 2 * 4 + 2 * (4 + 3 + 2 + 1)) * 10**6
 
 
 # -- stock jobs ---------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections import Counter
 from dataclasses import replace
 from random import Random
@@ -22,8 +23,10 @@ from bamboo_ds.topology import (
     explain,
     holders_of,
     initial_plan,
+    memory_of,
     moves,
     takeover,
+    tightness_of,
     while_copying,
     with_redundancy,
 )
@@ -31,24 +34,34 @@ from bamboo_ds.topology.costs import Costs
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.planner import plan as best_plan
 from bamboo_ds.topology.question import Holders
+from bamboo_ds.topology.room import Tightness
 from tests.support.planning import Builders, at_rest, drawn, learning
 
 pytestmark = pytest.mark.claim("guides/even-shares.md")
 
 
-def held(plan: Plan, member: Candidate) -> int:
-    """Bytes that ``member`` holds, added up role by role."""
+def held(plan: Plan, member: Candidate, count: int | None = None) -> int:
+    """Bytes that ``member`` holds, added up role by role.
+
+    With a ``count`` optimizers are in host memory, and with one above 0 so many micro-batches are under way of a role
+    that it owns, and one of each other.
+    """
     total, script_rank = 0, member.script_rank if member.script_rank < plan.world.size else None
     for rank, role in enumerate(plan.world.roles):
         stage, learns = plan.memory[role.stage], (rank, member.id) in plan.builders
-        after = stage.passes + stage.clones
+        owns, under_way = plan.owners[rank] == member.id, stage.under_way
+        if count:
+            under_way = min(under_way, count if owns else 1)
+        after = math.ceil(stage.passes * under_way / stage.under_way) + stage.clones
+        after -= 0 if count is None or rank == script_rank else stage.resting
         if plan.shadows and plan.shadows[rank] == member.id:
             total += stage.replica + after
-        elif plan.owners[rank] == member.id or (learns and not stage.parked):
+        elif owns or (learns and not stage.parked):
             total += stage.own + after
         elif rank == script_rank:
             total += stage.own
-    return total
+    step = max(stage.masters for stage in plan.memory)
+    return total + (0 if count is None else step)
 
 
 def waiting(plan: Plan, members: list[Candidate]) -> tuple[str, ...]:
@@ -68,16 +81,40 @@ def waiting(plan: Plan, members: list[Candidate]) -> tuple[str, ...]:
     return tuple(sorted(found))
 
 
-def exceeding(plan: Plan, members: list[Candidate]) -> set[str]:
-    return {m.id for m in members if m.id in plan.members and m.memory is not None and held(plan, m) > m.memory}
+#: As roles are, with optimizers in host memory, and with one micro-batch under way besides.
+WHOLE, LEAN, BOUNDED = (None,), (None, 0), (None, 0, 1)
 
 
-def owners_fit(plan: Plan, members: list[Candidate]) -> bool:
+def exceeding(plan: Plan, members: list[Candidate], ways: tuple[int | None, ...] = BOUNDED) -> set[str]:
+    """Members that may not hold their roles in any of these ways."""
+    limited = ((m, m.memory) for m in members if m.id in plan.members and m.memory is not None)
+    return {m.id for m, limit in limited if all(held(plan, m, count) > limit for count in ways)}
+
+
+def tight(plan: Plan, members: list[Candidate]) -> tuple[tuple[str, int], ...]:
+    """What the plan has to say of members that may not hold roles as they are, found by trying every number."""
+    found = []
+    for member in members:
+        if member.id not in exceeding(plan, [member], WHOLE):
+            continue
+        mine = [plan.memory[role.stage] for role in plan.owned_by(member.id)]
+        most = max((stage.under_way for stage in mine), default=1)
+        # As many as 1F1B has need no bound, and a bound that changes nothing is none.
+        least = sum(stage.own + stage.clones + math.ceil(stage.passes / stage.under_way) for stage in mine)
+        changes = least < sum(stage.owned for stage in mine)
+        able = [count for count in range(1, most + 1) if held(plan, member, count) <= (member.memory or 0)]
+        count = max(able, default=1 if changes else most)
+        lean = member.id not in exceeding(plan, [member], LEAN)
+        found.append((member.id, 0 if lean or count == most else count))
+    return tuple(found)
+
+
+def owners_fit(plan: Plan, members: list[Candidate], ways: tuple[int | None, ...] = BOUNDED) -> bool:
     """Whether the roles can be owned at all within what ``members`` may hold, by trying everything."""
     usable = [m for m in members if not m.leaving] or members
     bare = replace(plan, shadows=(None,) * plan.world.size, members=tuple(m.id for m in usable), builders=())
-    ways = itertools.product([m.id for m in usable], repeat=plan.world.size)
-    return any(not exceeding(replace(bare, owners=way), usable) for way in ways)
+    owners = itertools.product([m.id for m in usable], repeat=plan.world.size)
+    return any(not exceeding(replace(bare, owners=each), usable, ways) for each in owners)
 
 
 def job(layout: Layout, members: list[Candidate], memory: tuple[StageMemory, ...]) -> Plan:
@@ -98,7 +135,16 @@ class History:
         more, passes, parked = random.choice([0, 0, 2]), random.choice([0, 0, 3]), random.random() < 0.3
         more = 0 if parked else more
         drawn = random.choice([(), (2, 4, None), (2, 4, 3), (0, 0, 9)]) if parked else random.choice([(), (2, 4)])
-        self.memory = tuple(StageMemory(size, size + more, size - 3, passes, parked, *drawn) for size in sizes)
+        tight = random.random() < 0.5
+        passes = random.choice([2, 5]) if tight else passes
+        self.memory = tuple(
+            StageMemory(
+                *(size, size + more, size - 3, passes * (stages - stage if tight else 1), parked, *drawn),
+                **({"resting": size * 6 // 10, "masters": size // 5} if tight and parked else {}),
+                under_way=stages - stage if tight else 1,
+            )
+            for stage, size in enumerate(sizes)
+        )
         self.hosts = random.choice([1, 3, 8])
         self.typical = random.choice([None, 26, 33, 40, 55])
         self.policy = Policy(
@@ -131,6 +177,10 @@ class History:
                 return False
             assert self.plan.crowded == tuple(m for m in self.plan.members if m in exceeding(self.plan, self.members))
             assert self.plan.parked == waiting(self.plan, self.members)
+            assert self.plan.tight == tight(self.plan, [m for m in self.members if m.id in self.plan.members])
+            self.happened["losses of tight jobs"] += bool(before.tight)
+            taken = [o for o, old in zip(self.plan.owners, before.owners, strict=True) if o != old]
+            self.happened["takeovers by tight ones"] += any(member in taken for member, _ in self.plan.tight)
             cloned = [
                 owner
                 for rank, owner in enumerate(self.plan.owners)
@@ -152,7 +202,7 @@ class History:
         assert targets <= 4
 
     def copying(self, plan: Plan, members: list[Candidate], target: Plan, builders: Builders) -> Plan:
-        shadows = tuple(while_copying(plan, target, builders, Room(plan, members)))
+        shadows = tuple(while_copying(plan, target, builders, Room(plan, members, tightness_of(plan, target))))
         self.happened["given up for copies"] += shadows != plan.shadows
         after = learning(plan, members, builders, shadows=shadows, lent=())
         exchanged = exceeding(after, members) - exceeding(plan, members) - set(target.crowded)
@@ -166,6 +216,11 @@ class History:
         usable = [m for m in self.members if m.id in target.members]
         assert target.crowded == tuple(m for m in target.members if m in exceeding(target, usable))
         assert target.parked == waiting(target, usable)
+        assert target.tight == tight(target, usable)
+        self.happened["lean"] += any(not count for _, count in target.tight) and not target.crowded
+        if any(count for _, count in target.tight):
+            self.happened["bounded"] += not target.crowded
+            assert not owners_fit(plan, self.members, LEAN), "roles are bounded for less than owners"
         shadowing = {shadow for shadow in target.shadows if shadow is not None}
         self.happened["some wait"] += set() < set(target.parked) < shadowing
         self.happened["wait from now on"] += bool(set(target.parked) - set(plan.parked))
@@ -182,12 +237,14 @@ class History:
     def check_at_rest(self) -> None:
         """No member has room for a replica that was given up."""
         plan, hosts = self.plan, {m.id: m.host for m in self.members}
+        bare = replace(plan, shadows=(None,) * len(plan.owners))
         for rank in plan.unshadowed:
             owner = plan.owners[rank]
             for m in self.members:
                 if m.id != owner and (len(set(hosts.values())) == 1 or m.host != hosts[owner]):
                     shadows = [m.id if place == rank else shadow for place, shadow in enumerate(plan.shadows)]
-                    assert m.id in exceeding(replace(plan, shadows=tuple(shadows)), [m])
+                    ways = BOUNDED if m.id in exceeding(bare, [m], LEAN) else LEAN
+                    assert m.id in exceeding(replace(plan, shadows=tuple(shadows)), [m], ways)
 
 
 def live(seed: int, events: int) -> Counter[str]:
@@ -217,6 +274,7 @@ def test_every_kind_of_event_happens() -> None:
         happened += live(seed, 5)
     wanted = ["nothing fits", "given up", "given up for copies", "all shadowed within limits", "clones that exceed"]
     wanted += ["some wait", "wait from now on", "wait no more"]
+    wanted += ["lean", "bounded", "losses of tight jobs", "takeovers by tight ones"]
     assert all(happened[kind] >= 2 for kind in wanted), happened
     assert happened["exchanges that exceed"] <= 2
 
@@ -319,6 +377,110 @@ def test_replicas_wait_where_what_they_keep_ahead_of_a_loss_has_no_room() -> Non
     assert len(job(sliced, [replace(m, script_rank=m.slot) for m in four_with(38)], (known,) * 2).parked) == 4
 
 
+#: A stage of which more than half can rest in host memory, and whose passes of 4 micro-batches keep 4.
+RESTING = StageMemory(10, 10, 8, passes=4, parked=True, resting=6, masters=2, under_way=4)
+
+
+def test_optimizers_rest_where_not_all_replicas_fit() -> None:
+    """A loss makes two members hold three roles each. As they are, they take 42; with optimizers at rest 32."""
+    members = four_with(32)
+    plan = job(Layout(1, 4), members, (RESTING,) * 4)
+    assert drawn(plan) == "0/3 1/0 2/1 3/2" and plan.tight == ()
+    hurt = takeover(plan, {"m2"}, members=members)
+    assert drawn(hurt) == "0/3 1/0 1/- 3/-" and hurt.tight == ()
+    left = [member for member in members if member.id != "m2"]
+    whole = replace(hurt, memory=(replace(RESTING, resting=0, masters=0),) * 4)
+    assert best_plan(whole, left).unshadowed == (2, 3)
+    healed = best_plan(hurt, left)
+    assert drawn(healed) == "0/3 1/0 1/0 3/1" and not healed.unshadowed and not healed.crowded
+    assert healed.tight == (("m0", 0), ("m1", 0))
+    again = best_plan(healed, left)
+    assert again == replace(healed, epoch=again.epoch)
+    # A heir stays within its limit: as an owner it holds no more than it did as a shadow.
+    heir = takeover(healed, {"m3"}, members=left)
+    assert drawn(heir) == "0/- 1/0 1/0 1/-" and heir.tight == (("m0", 0), ("m1", 0)) and heir.crowded == ()
+    # With a joiner all fits as it is.
+    grown = best_plan(healed, [*left, Candidate("m6", 6, "h6", script_rank=2, memory=32)])
+    assert drawn(grown) == "0/3 1/0 6/1 3/6" and grown.tight == () and not grown.unshadowed
+    reasons = "\n".join(explain(hurt, healed, left))
+    assert (
+        "m0 lacks 0.0 MiB to hold its roles as they are: optimizers, but that of its script's own role, are in host "
+        "memory between steps" in reasons
+    )
+    assert "micro-batch" not in reasons and "no replica" not in reasons
+    # Optimizers that cannot rest make no difference.
+    fixed = replace(hurt, memory=(replace(RESTING, resting=0, masters=0, parked=False),) * 4)
+    assert best_plan(fixed, left).unshadowed == (2, 3) and best_plan(fixed, left).tight == ()
+
+
+def test_fewer_micro_batches_are_under_way_only_where_owned_roles_have_no_room() -> None:
+    members = four_with(32)
+    plan = job(Layout(1, 4), members, (RESTING,) * 4)
+
+    def of(count: int, memory: int) -> Plan:
+        few = [replace(member, memory=memory) for member in members[:count]]
+        found = best_plan(plan, few, holders={})
+        again = best_plan(replace(found, lost_roles=()), few)
+        assert again == replace(found, epoch=again.epoch, lost_roles=())
+        return found
+
+    # Two own two roles each, 24 with optimizers at rest. A replica would take 8, or 5 with one micro-batch under way.
+    pair = of(2, 27)
+    assert pair.tight == (("m0", 0), ("m1", 0)) and len(pair.unshadowed) == 4 and pair.crowded == ()
+    # One owns all: 40 with optimizers at rest, of which 4 are those of each micro-batch.
+    for memory, count in ((40, 0), (39, 3), (32, 2), (31, 1), (28, 1)):
+        assert of(1, memory).tight == (("m0", count),) and of(1, memory).crowded == (), memory
+    little = of(1, 27)
+    assert little.tight == (("m0", 1),) and little.crowded == ("m0",)
+    alone = [replace(members[0], memory=32)]
+    reasons = "\n".join(explain(plan, of(1, 32), alone))
+    assert "between steps; each role that it owns has at most 2 micro-batches under way" in reasons
+    assert memory_of(of(1, 32), alone) == [("m0", 32, 32)] and memory_of(of(1, 31), alone) == [("m0", 32, 28)]
+    # Without optimizers that can rest.
+    fixed = replace(plan, memory=(replace(RESTING, resting=0, masters=0, parked=False),) * 4)
+    assert best_plan(fixed, [replace(members[0], memory=50)], holders={}).tight == (("m0", 2),)
+    # The owner of another pipeline takes a role over, and lets fewer micro-batches through until the next plan.
+    pairs = job(Layout(2, 2), four_with(22), (RESTING,) * 2)
+    hurt = takeover(replace(pairs, shadows=(None,) * 4), {"m3"}, members=four_with(22))
+    assert hurt.owners == ("m0", "m1", "m2", "m2") and hurt.tight == (("m2", 3),) and hurt.crowded == ()
+
+
+def test_replicas_are_placed_where_they_bound_nothing() -> None:
+    """Members whose own roles do not bound what is under way get no replica that would."""
+    members = [replace(member, memory=memory) for member, memory in zip(four(0), (21, 40), strict=False)]
+    plan = replace(job(Layout(1, 4), four_with(100), (RESTING,) * 4), members=("m0", "m1"), script_ranks=(0, 1))
+    room = Room(plan, members, Tightness.BOUNDED)
+    eased = room.eased(("m0", "m1", "m0", "m1"))
+    # 24 of two roles is too much for m0. A replica of role 3 takes 5 there, and one of role 2 takes 8 on m1.
+    assert (room.shadowed(3, "m0"), room.shadowed(2, "m1")) == (5, 5)
+    assert (eased.shadowed(3, "m0"), eased.shadowed(2, "m1")) == (5, 8)
+    assert eased.owned(0, "m0") == 1 and eased.owned(1, "m1") == 4, "those of scripts are there"
+    lean = Room(plan, members, Tightness.LEAN)
+    assert lean.eased(("m0", "m1", "m0", "m1")) is lean
+    assert tightness_of(replace(plan, tight=(("m0", 1), ("m1", 0))), replace(plan, tight=(("m1", 2),))) == {
+        "m0": Tightness.BOUNDED,
+        "m1": Tightness.BOUNDED,
+    }
+
+
+def test_a_role_alone_needs_no_room_for_another_s_step() -> None:
+    """A member with just the memory for its script's role keeps it where another one's optimizers rest."""
+    members = [replace(member, memory=memory) for member, memory in zip(four(0), (14, 24), strict=False)]
+    plan = job(Layout(1, 3), [*members, Candidate("m2", 2, "h2", script_rank=2)], (RESTING,) * 3)
+    hurt = replace(takeover(plan, {"m2"}, members=members), owners=("m0", "m1", "m1"), lost_roles=())
+    after = best_plan(hurt, members)
+    assert after.owners == ("m0", "m1", "m1") and after.tight == (("m1", 0),) and after.crowded == ()
+
+
+def test_slices_tell_of_tight_members() -> None:
+    layout = Layout(2, 4, slices=2)
+    members = [Candidate(f"m{slot}", slot, f"h{slot}", script_rank=slot, memory=32) for slot in range(8)]
+    plan = job(layout, members, (RESTING,) * 4)
+    left = [member for member in members if member.id != "m5"]
+    healed = best_plan(takeover(plan, {"m5"}, members=members), left)
+    assert healed.tight == (("m1", 0), ("m3", 0)) and not healed.unshadowed
+
+
 def four_with(memory: int) -> list[Candidate]:
     return [replace(member, memory=memory) for member in four(0)]
 
@@ -372,6 +534,14 @@ def test_replicas_that_go_make_room_for_copies() -> None:
     assert while_copying(plan, target, builders, Room(plan, members)) == ["m3", "m0", "m1", None]
     roomy = [replace(member, memory=30) for member in members]
     assert while_copying(plan, target, builders, Room(plan, roomy)) == list(plan.shadows)
+    # A member that has to bound what is under way in any case need not give up replicas as well.
+    kept = replace(plan, memory=tuple(replace(stage, passes=4, under_way=4) for stage in stages))
+    bound = replace(kept, tight=(("m2", 1),))
+    some = [replace(member, memory=36) for member in members]
+    for before, third in ((kept, None), (bound, "m2")):
+        room = Room(before, some, tightness_of(before, target))
+        assert while_copying(before, target, builders, room) == ["m3", "m0", "m1", third]
+    assert room.tight(bound.owners, bound.shadows, builders) == (("m2", 0),), "what it owns has room"
     assert Room(plan, [replace(member, memory=None) for member in members]).limits == {}
     assert Room(replace(plan, memory=()), members).limits == {}
 
