@@ -19,7 +19,7 @@ def coverage_bounds(stages: int, micro_batches: int, forward: float, backward: f
         and the share with the idle time at the end. The latter does not protect: by then the shadowed stage has
         finished, and its shadow holds its reduced gradients.
     """
-    orders = [list(one_f_one_b(micro_batches, stages, stage)) for stage in range(stages)]
+    orders = [list(one_f_one_b(micro_batches, stages - stage)) for stage in range(stages)]
     ends: dict[tuple[str, int, int], float] = {}
     clock, cursor = [0.0] * stages, [0] * stages
     done = [0] * stages

@@ -33,6 +33,6 @@ from .progress import (
 )
 from .rehearsal import rehearsal_passes, rehearsal_sends
 from .settling import settle, ways
-from .spans import Kind, Work, one_f_one_b
+from .spans import Kind, Tight, Work, one_f_one_b
 from .syncing import NETWORK_SHARE, PROCESSOR_SHARE, affordable, syncs
 from .timing import PassTimeline, needed, timeline

@@ -11,7 +11,7 @@ from types import MappingProxyType
 from ..errors import ProtocolError
 from ..topology import BlockCosts, Layout, Role
 from .progress import Finished, Hosts, RoleProgress, finished
-from .spans import Kind, StageSpan, Work, spans_of
+from .spans import Kind, StageSpan, Tight, Work, spans_of
 
 #: A pass that may come next: earliest start, less what its span has left, backward before forward, work, and number.
 _Entry = tuple[float, int, int, float, int]
@@ -25,19 +25,22 @@ def compute_order(
     forward_cost: float = 1,
     backward_cost: float = 2,
     costs: BlockCosts | None = None,
+    tight: Tight = (),
 ) -> Mapping[str, tuple[Work, ...]]:
     """Order of the passes that finish an iteration from ``progress``, for every member that computes.
 
     What a member computes of successive stages is one *span*: it does the passes of all of it one after the other, as
-    if it were one stage. Pipelines are 1F1B over their spans. One list-scheduling simulation goes over all pipelines.
-    Each span keeps its 1F1B order with the finished passes removed; dependencies are ``F(s, m) <- F(s-1, m)`` and
-    ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes that can come next the one
-    with the earliest start does; ties go to the span with most passes left, so that pipelines that share members end
-    at about the same time, then to backwards, then to the span with less work (what a member computes for others is
-    little, and they wait for it). A member with one role without progress gets exactly 1F1B.
+    if it were one stage. Pipelines are 1F1B over their spans. A role of a member that is ``tight`` has no more
+    micro-batches under way than the member's count, or than by ``progress``. One list-scheduling simulation goes over
+    all pipelines. Each span keeps its 1F1B order with the finished passes removed; dependencies are
+    ``F(s, m) <- F(s-1, m)`` and ``B(s, m) <- F(s, m), B(s+1, m)``; a member does one pass at a time. Among the passes
+    that can come next the one with the earliest start does; ties go to the span with most passes left, so that
+    pipelines that share members end at about the same time, then to backwards, then to the span with less work (what a
+    member computes for others is little, and they wait for it). A member with one role without progress gets exactly
+    1F1B.
 
-    *The simulation terminates*: 1F1B of all spans together has a linear extension; without the finished
-    passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
+    *The simulation terminates*: 1F1B of all spans together has a linear extension (:func:`~.spans.warm_ups`); without
+    the finished passes that is still one, so some span's next pass always has its dependencies fulfilled. *It cannot
     deadlock*: the passes, in the order in which the simulation takes them, are one linear extension of the
     dependencies, and each member's order is a part of it. With blocking receives and asynchronous sends, the
     first pass of the extension that is not done yet has all its inputs sent, so its member goes on. (Members find
@@ -66,6 +69,7 @@ def compute_order(
         forward_cost: length of a forward pass of a stage, in any unit of time.
         backward_cost: length of a backward pass, in the same unit.
         costs: how much longer stages and their blocks take than others; ``None``: all take equally long.
+        tight: members whose roles may have only so many micro-batches under way.
 
     Returns:
         The passes of every member that computes, ``()`` for one with nothing left to compute. Cached and read-only.
@@ -75,7 +79,7 @@ def compute_order(
             (see :func:`~.settling.settle`).
     """
     done = finished(layout, micro_batches, progress or dict.fromkeys(layout.roles, RoleProgress()))
-    return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost, costs)
+    return ordered(layout, hosts, micro_batches, done, forward_cost, backward_cost, costs, tight)
 
 
 @lru_cache(maxsize=32)
@@ -86,6 +90,7 @@ def member_order(
     done: Finished,
     member: str,
     costs: BlockCosts | None = None,
+    tight: Tight = (),
 ) -> tuple[Work, ...]:
     """The order of ``member`` in :func:`compute_order`, found from what that depends on.
 
@@ -109,7 +114,7 @@ def member_order(
     gives: of the passes of connected copies that can come next it takes the first, whatever is taken in others.
 
     Args:
-        layout, hosts, micro_batches, costs: see :func:`compute_order`.
+        layout, hosts, micro_batches, costs, tight: see :func:`compute_order`.
         done: what is finished.
         member: the member.
 
@@ -122,7 +127,7 @@ def member_order(
             copies[each].add(rank % layout.pipelines // layout.slices)
 
     def chains(of: Iterable[int]) -> list[list[StageSpan]]:
-        return [spans_of(layout, copy, hosts, micro_batches, done, costs) for copy in sorted(of)]
+        return [spans_of(layout, copy, hosts, micro_batches, done, costs, tight) for copy in sorted(of)]
 
     found = set(copies[member])
     spans = [span for chain in chains(found) for span in chain if member in span.hosts]
@@ -144,9 +149,10 @@ def ordered(
     forward_cost: float = 1,
     backward_cost: float = 2,
     costs: BlockCosts | None = None,
+    tight: Tight = (),
 ) -> Mapping[str, tuple[Work, ...]]:
     """:func:`compute_order` with the progress as a hashable value."""
-    chains = [spans_of(layout, copy, hosts, micro_batches, done, costs) for copy in range(layout.copies)]
+    chains = [spans_of(layout, copy, hosts, micro_batches, done, costs, tight) for copy in range(layout.copies)]
     members = dict.fromkeys(member for members in hosts for member in members)
     return MappingProxyType(_simulated(chains, members, forward_cost, backward_cost))
 

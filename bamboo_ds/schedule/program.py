@@ -193,7 +193,7 @@ def _member_program(
                     use(role, part.begin)
                     program += resends
 
-    for role, kind, m, begin in member_order(layout, members, micro_batches, done, member, plan.costs):
+    for role, kind, m, begin in member_order(layout, members, micro_batches, done, member, plan.costs, plan.tight):
         use(role, begin)
         place = layout.rank(role), int(begin > 0)
         before, after = (beside(layout, done, *place, step) for step in (-1, +1))

@@ -34,7 +34,7 @@ def rehearsal_passes(layout: Layout, role: Role, micro_batches: int, forwards: i
     """Passes of the replica of ``role``, which has done ``forwards`` and ``backwards`` redundantly."""
     first, last = role.stage == 0, role.stage == layout.stages - 1
     program: list[PipeInstruction] = [UseRole(role)]
-    for kind, m in one_f_one_b(micro_batches, layout.stages, role.stage):
+    for kind, m in one_f_one_b(micro_batches, layout.stages - role.stage):
         if m >= (forwards if kind == "F" else backwards):
             program += pass_step(kind, m, first=first, last=last, bubbles=False, send=False)
     return tuple(program)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import islice
+from itertools import accumulate, islice
 from typing import Literal
 
 from ..topology import BlockCosts, Layout, Role
@@ -16,17 +17,20 @@ Kind = Literal["F", "B"]
 KINDS: tuple[Kind, Kind] = ("F", "B")
 #: One pass of one role, or of a part of it: (role, kind, micro-batch, first block).
 Work = tuple[Role, Kind, int, int]
+#: Members, each with the number of micro-batches that its roles may have under way at most; 0: as many as 1F1B has.
+Tight = tuple[tuple[str, int], ...]
 
 
-def one_f_one_b(micro_batches: int, stages: int, stage: int) -> Iterator[tuple[Kind, int]]:
-    """Passes of one stage in the order of DeepSpeed's ``TrainSchedule``.
+def one_f_one_b(micro_batches: int, warm_up: int) -> Iterator[tuple[Kind, int]]:
+    """Passes of one stage: ``warm_up`` forwards (at least 1), then a backward and a forward in turn.
 
-    As many forwards as there are stages from this one on, then a backward and a forward in turn::
+    So many micro-batches are under way at most. In DeepSpeed's ``TrainSchedule`` a warm-up has as many forwards as
+    there are stages from this one on::
 
         stage 0 of 4:  F0 F1 F2 F3 B0 F4 B1 F5 B2    B3    B4    B5
         stage 3 of 4:  F0 B0 F1 B1 F2 B2 F3 B3 F4 B4 F5 B5
     """
-    warm_up = min(stages - stage, micro_batches)
+    warm_up = min(warm_up, micro_batches)
     for m in range(warm_up):
         yield "F", m
     for m in range(micro_batches):
@@ -52,8 +56,7 @@ class StageSpan:
         hosts: one, or of tensor slices one each.
         parts: in the order of their layers.
         micro_batches: of the pipeline in an iteration.
-        index: of the span among those of its pipeline.
-        count: how many these are.
+        warm_up: forwards before its first backward, if nothing is finished.
         fed: the span that its forward passes are the input of, and that of its backward passes.
         shared: one of its members computes other spans, too.
         listed: it is among the spans whose next pass can come.
@@ -66,8 +69,7 @@ class StageSpan:
     hosts: tuple[str, ...]
     parts: Sequence[_SpanPart]
     micro_batches: int
-    index: int
-    count: int
+    warm_up: int
     fed: dict[Kind, StageSpan] = field(default_factory=dict)
     shared: bool = False
     listed: bool = False
@@ -80,7 +82,7 @@ class StageSpan:
     @cached_property
     def todo(self) -> list[tuple[Kind, int]]:
         """Passes that are left, in 1F1B order."""
-        passes = one_f_one_b(self.micro_batches, self.count, self.index)
+        passes = one_f_one_b(self.micro_batches, self.warm_up)
         return [(kind, m) for kind, m in passes if m >= self._done[kind]]
 
     @cached_property
@@ -152,10 +154,63 @@ def _counter(part: _SpanPart, kind: Kind) -> int:
     return part.done.forwards if kind == "F" else part.done.backwards
 
 
+def warm_ups(most: Sequence[int], work: Sequence[float]) -> list[int]:
+    """The warm-ups of the spans of a pipeline, none of which is larger than that of the span before.
+
+    They are those of 1F1B, the number of spans from each one on, if none has to be smaller. Here ``a`` is tight, with a
+    count of 2, and the others follow::
+
+        a (0)   F0 F1 B0 F2 B1 F3 B2 B3
+        b (1)   F0 F1 B0 F2 B1 F3 B2 B3
+        c (2)   F0 B0 F1 B1 F2 B2 F3 B3
+        d (3)   F0 B0 F1 B1 F2 B2 F3 B3
+
+    *The orders of all spans have a linear extension*, since warm-ups do not increase. Its round ``k`` has the forwards
+    that spans do between their backwards ``k - 1`` and ``k``, by micro-batch and then from first span to last; after
+    them all backwards ``k``, from last span to first. That keeps the order of each span. A forward ``m`` is in round
+    ``max(0, m - warm_up + 1)``: the span before, whose warm-up is not smaller, does it in that round or earlier. The
+    backward ``m`` of a span comes after that of the span behind, and after its own forward ``m``, as warm-ups are at
+    least 1.
+
+    *Otherwise they have none.* A span with a larger warm-up than ``w``, that of the span before, does its forward ``w``
+    before its backward 0. The span before does that forward after its own backward 0: each waits for the other.
+
+    *Spans with equal warm-ups* ``w`` are as slow together as one with all their passes: the last one does forward ``m``
+    before backward ``m - w + 1``, which comes to the first one before it does forward ``m + 1``. So a pipeline takes
+    the longest of these groups for a micro-batch. Of all divisions into groups those are chosen whose longest is
+    shortest, and of these the one with most under way: it begins and ends soonest.
+
+    Args:
+        most: the largest warm-ups that spans may have, 1 or more: at most the numbers of spans from them on.
+        work: how long their passes of a micro-batch take, in any unit.
+    """
+
+    def within(limit: float) -> list[int]:
+        """The largest warm-ups of groups that take no longer than ``limit``; 0 or less behind too many groups."""
+        found, together = [most[0]], 0.0
+        for bound, length in zip(most, work, strict=True):
+            bound, together = min(bound, found[-1]), together + length if bound >= found[-1] else length
+            if together > limit:
+                bound, together = bound - 1, length
+            found.append(bound)
+        return found[1:]
+
+    least = max(work)
+    limits = sorted({each for first in range(len(work)) for each in accumulate(work[first:]) if each >= least})
+    return within(limits[bisect_left(limits, True, key=lambda limit: within(limit)[-1] >= 1)])
+
+
 def spans_of(
-    layout: Layout, copy: int, hosts: Hosts, micro_batches: int, done: Finished, costs: BlockCosts | None
+    layout: Layout, copy: int, hosts: Hosts, micro_batches: int, done: Finished, costs: BlockCosts | None, tight: Tight
 ) -> list[StageSpan]:
-    """The spans of one copy of the model, in the order of their layers."""
+    """The spans of one copy of the model, in the order of their layers.
+
+    Args:
+        layout, hosts, micro_batches, costs, tight: see :func:`~.orders.compute_order`.
+        copy: of the model.
+        done: what is finished.
+    """
+    counts = dict(tight)
     runs: list[tuple[tuple[str, ...], list[_SpanPart]]] = []
     for stage in range(layout.stages):
         first = stage * layout.pipelines + copy * layout.slices
@@ -171,4 +226,12 @@ def spans_of(
             if not runs or runs[-1][0] != members:
                 runs.append((members, []))
             runs[-1][1].append(_SpanPart(roles, cost, part))
-    return [StageSpan(members, parts, micro_batches, index, len(runs)) for index, (members, parts) in enumerate(runs)]
+    most = [
+        min(count or len(runs) for count in (len(runs) - index, *(counts.get(member, 0) for member in members)))
+        for index, (members, _) in enumerate(runs)
+    ]
+    found = warm_ups(most, [sum(part.cost for part in successive) for _, successive in runs])
+    return [
+        StageSpan(members, successive, micro_batches, warm_up)
+        for (members, successive), warm_up in zip(runs, found, strict=True)
+    ]

@@ -9,7 +9,7 @@ from ..errors import ProtocolError
 from ..topology import BlockCosts, Layout, Role
 from .orders import compute_order
 from .progress import Hosts, RoleProgress, beside
-from .spans import Kind, Work
+from .spans import Kind, Tight, Work
 
 #: Seconds that a member takes for a pass of blocks of a role: (role, kind, first block, the one behind, member).
 Seconds = Callable[[Role, Kind, int, int, str], float]
@@ -40,6 +40,7 @@ def timeline(
     costs: BlockCosts | None = None,
     ratio: tuple[float, float] = (1, 2),
     message_s: float = 0.0,
+    tight: Tight = (),
 ) -> PassTimeline:
     """Plays :func:`~.orders.compute_order`: each member does its next pass as soon as it is free and has the input.
 
@@ -52,11 +53,12 @@ def timeline(
         costs: by which the order is found, as members do; ``None``: as if all stages took equally long.
         ratio: lengths of forward and backward pass by which the order is found.
         message_s: from the end of a pass to its result on another member.
+        tight: members whose roles may have only so many micro-batches under way.
 
     Raises:
         ProtocolError: ``progress`` does not fit, or a pass waits for one that no member does.
     """
-    orders = compute_order(layout, hosts, micro_batches, progress, *ratio, costs)
+    orders = compute_order(layout, hosts, micro_batches, progress, *ratio, costs, tight)
     begins = [
         [0] if progress is None else [part.begin for part in progress[role].parts] for role in layout.roles
     ]  # of the parts, by rank

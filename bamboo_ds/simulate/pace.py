@@ -20,6 +20,7 @@ from ..schedule import (
     PartProgress,
     PassTimeline,
     RoleProgress,
+    Tight,
     affordable,
     beginning,
     beside,
@@ -53,11 +54,12 @@ _Progress = Mapping[Role, RoleProgress]
 
 @dataclass(frozen=True)
 class _Shape:
-    """Pipelines that share members: who computes the parts of their roles, members by number, and what is done."""
+    """Pipelines that share members, by number: who computes the parts of roles, what is done, and ``Plan.tight``."""
 
     pipelines: int
     hosts: tuple[tuple[int, ...], ...]
     progress: tuple[RoleProgress, ...]
+    tight: tuple[tuple[int, int], ...]
 
 
 @dataclass(frozen=True)
@@ -166,14 +168,15 @@ class Pace:
         together: dict[int, list[int]] = defaultdict(list)
         for pipeline in range(layout.pipelines):
             together[find(pipeline)].append(pipeline)
-        return [self._group(tuple(pipelines), who, progress) for pipelines in together.values()]
+        return [self._group(tuple(pipelines), who, progress, plan.tight) for pipelines in together.values()]
 
-    def _group(self, pipelines: tuple[int, ...], who: Hosts, progress: _Progress) -> _Group:
+    def _group(self, pipelines: tuple[int, ...], who: Hosts, progress: _Progress, tight: Tight) -> _Group:
         numbers: dict[str, int] = {}
         ranks = [stage * self.layout.pipelines + d for stage in range(self.layout.stages) for d in pipelines]
         seats = tuple(tuple(numbers.setdefault(m, len(numbers)) for m in who[rank]) for rank in ranks)
         done = tuple(progress[self.layout.roles[rank]] for rank in ranks)
-        return _Group(pipelines, tuple(numbers), _Shape(len(pipelines), seats, done))
+        counts = sorted((numbers[member], count) for member, count in tight if count and member in numbers)
+        return _Group(pipelines, tuple(numbers), _Shape(len(pipelines), seats, done, tuple(counts)))
 
     def _play(self, shape: _Shape) -> PassTimeline:
         layout = replace(self.layout, pipelines=shape.pipelines)
@@ -186,6 +189,7 @@ class Pace:
             self.costs,
             self._ratio,
             self._message_s,
+            tuple((str(number), count) for number, count in shape.tight),
         )
 
     def pass_s(self, role: Role, kind: str, begin: int, end: int, member: str) -> float:

@@ -28,6 +28,8 @@ SMALL = {
     "tied": Case(1, 4, 2, ties=TIES[0]),
     "lent": Case(1, 3, 2, lends=True, every=1),
     "standby": Case(1, 3, 2, lends=True, standby=True),
+    "tight": Case(1, 3, 3, every=1, tight=True),
+    "tight, two pipelines": Case(2, 2, 2, lends=True, tight=True),
 }
 
 #: So many jobs in a row are of one kind, and begin with one plan: programs are made once for all of them.
@@ -53,6 +55,7 @@ def drawn(random: Random) -> Case:
         copies=random.random() < 0.3,
         differs=random.random() < 0.2,
         standby=random.random() < 0.2,
+        tight=random.random() < 0.4,
     )
 
 
@@ -136,6 +139,7 @@ def test_each_member_is_lost_after_each_instruction(job: str) -> None:
             found += lost(World(case, Random(cut)), [cut], Random(cut), f"{member} after {cut}", member)
     assert not found["fatal"] and found["losses"] > 100
     assert found["commit"] and found["behind"] and found["resume"]
+    assert bool(found["held"] and found["held, resumed"]) == case.tight
 
 
 @pytest.mark.parametrize("case", [Case(1, 4, 2, every=1), Case(2, 2, 2, every=1)], ids=["line", "two pipelines"])
@@ -182,6 +186,7 @@ def test_drawn_jobs_with_several_losses() -> None:
         found += course(seed)
     kinds = ("resume", "commit", "behind", "clones", "from sums", "redone", "lacking", "copied", "differs", "fatal")
     assert all(found[kind] for kind in (*kinds, "redundant ForwardPass", "redundant BackwardPass")), found
+    assert found["held"] > 100 and found["held, resumed"] > 100, found
     assert found["losses"] > 800
 
 
@@ -190,6 +195,7 @@ def test_drawn_jobs_whose_roles_move_within_iterations() -> None:
     for seed in range(320):
         found += moving(seed)
     kinds = ("losses", "interrupted", "from sums", "furthest", "redone", "redundant BackwardPass", "commit", "clones")
+    kinds += ("held", "held, resumed")
     assert all(found[kind] for kind in kinds) and found["interrupted"] > 400, found
 
 
@@ -198,6 +204,7 @@ def test_drawn_jobs_whose_plans_change() -> None:
     for seed in range(320):
         found += elastic(seed)
     kinds = ("losses", "changes", "interrupted", "joined", "left", "copied", "commit", "behind", "lacking")
+    kinds += ("held", "held, resumed")
     assert all(found[kind] > 1 for kind in kinds), found
 
 

@@ -55,6 +55,7 @@ JOBS = {
     "tied": Spec(tied=True),
     "two pipelines": Spec(pipelines=2, stages=2, sync_every=1),
     "four stages": Spec(stages=4),
+    "tight": Spec(stages=4, micro_batches=4, sync_every=1, tight=1),
     "dataset": Spec(dataset=True),
     "divided": Spec(blocks=3, lends=True, tied=True),
     "divided, sums": Spec(blocks=3, lends=True, sync_every=1),
@@ -114,7 +115,9 @@ def check(world: World) -> None:
         assert refused or all(isinstance(member.fatal, FatalLoss) for member in survivors)
         assert all(member.fatal for member in survivors)
         return
-    calm = replace(spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None, apart=None)
+    calm = replace(
+        spec, heals=False, leaves=False, joiners=0, grows=0, lends=False, straggler=None, apart=None, tight=0
+    )
     expected = undisturbed(calm, 0)
     states, wanted = state_of(world), state_of(expected)
     assert all(same(states[role], wanted[role]) for role in wanted)

@@ -365,6 +365,7 @@ class Spec:
         checked: how many first steps are checked for exactness.
         straggler: a member that is slow for some iterations. Without one, what members measure is drawn.
         room: so many stages each member may hold.
+        tight: so many micro-batches each role may have under way; 0: as many as 1F1B has.
         apart: from this batch on, the iterators at the ends of a pipeline give different ones.
     """
 
@@ -392,6 +393,7 @@ class Spec:
     checked: int = 0
     straggler: str | None = None
     room: int | None = None
+    tight: int = 0
     apart: int | None = None
 
     @property
@@ -469,6 +471,8 @@ class World:
         self.plan = with_redundancy(initial_plan(names), self.layout, True)
         if self.spec.room is not None:
             self.plan = replace(self.plan, memory=(StageMemory(1, 1, 1),) * self.spec.stages)
+        if self.spec.tight:
+            self.plan = replace(self.plan, tight=tuple((name, self.spec.tight) for name in names))
         if self.spec.lends:
             self.plan = replace(self.plan, lent=drawn_division(self.plan, Random(self.seed)))
         self.members = {name: self.kind(self, name, rank, self.plan) for rank, name in enumerate(names)}

@@ -10,6 +10,7 @@ What is checked, and where:
 
 * every micro-batch counts once in each sum, in its order: ``Instructions._sums_of``, ``Copies.step``
 * nobody waits for what nobody sends: ``World.run``; and nobody sends what nobody receives: ``World._check_committed``
+* no member has more micro-batches under way than its plan says: ``Programs._check_under_way``
 * the passes that are left are done, and no others: ``World._check_committed``; what is told as redone was done before:
   ``Recovery.check_redone``
 * all members decide alike, in whatever order they know the reports: ``Recovery.decide``

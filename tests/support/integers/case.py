@@ -28,6 +28,7 @@ class Case:
         differs: replicas may be found to differ from their owners.
         standby: a member without roles holds some of the replicas.
         long: iterations are long: copies that have arrived serve in the middle of one.
+        tight: some members have few micro-batches under way; how many is drawn, anew with each plan.
     """
 
     pipelines: int
@@ -45,6 +46,7 @@ class Case:
     differs: bool = False
     standby: bool = False
     long: bool = False
+    tight: bool = False
 
     @property
     def layout(self) -> Layout:
@@ -74,7 +76,15 @@ def first_plan(case: Case, draw: int) -> Plan:
         shadows = ["s0" if rank in mine and random.random() < 0.6 else each for rank, each in enumerate(plan.shadows)]
         members, script_ranks = (*plan.members, "s0"), (*plan.script_ranks, script_rank)
         plan = replace(plan, shadows=tuple(shadows), members=members, script_ranks=script_ranks)
-    return lent(plan, case, random)
+    return tight(lent(plan, case, random), case, random)
+
+
+def tight(plan: Plan, case: Case, random: Random) -> Plan:
+    """``plan`` with counts of micro-batches for some members."""
+    if not case.tight:
+        return plan
+    counts = {member: random.choice((0, 1, 1, 2)) for member in plan.members if random.random() < 0.6}
+    return replace(plan, tight=tuple(counts.items()))
 
 
 def lent(plan: Plan, case: Case, random: Random) -> Plan:

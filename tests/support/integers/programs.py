@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -58,6 +59,7 @@ class Programs:
         hosts: who computes the parts of every role.
         shares: by role and member the parts that it computes: from where it goes on, and the block behind its last.
         left: passes that are to be done, by kind.
+        held: members that do their passes in another order since the plan's members are tight.
     """
 
     def __init__(
@@ -84,6 +86,7 @@ class Programs:
             self.left["BackwardPass"] += sum(micro_batches - part.backwards for part in done)
         self._steps: dict[str, list[Step]] = {}
         self._commits: dict[str, list[Step]] = {}
+        self.held: set[str] = set()
 
     def of(self, member: str) -> list[Step]:
         """The program of a member."""
@@ -94,7 +97,23 @@ class Programs:
                 if step.kind in ("RecvActivation", "RecvGrad", "RecvReplica"):
                     waits = self._settings[0] and not self._here(member, step)
                     assert (before.kind == "FillBubble") == waits, f"{member} does {before} before {step}"
+            if self._plan.tight:
+                self._check_under_way(member, steps)
+                free = replace(self._plan, tight=())
+                if program != member_program(free, member, self._micro_batches, self._given, *self._settings):
+                    self.held.add(member)
         return self._steps[member]
+
+    def _check_under_way(self, member: str, steps: Sequence[Step]) -> None:
+        """No part has more micro-batches under way than the count of its member, or than it has had before."""
+        count = dict(self._plan.tight).get(member) or self._micro_batches
+        parts = zip(self._plan.world.roles, self.done, strict=True)
+        under_way = {(role, part.begin): part.forwards - part.backwards for role, each in parts for part in each}
+        for step in steps:
+            if step.kind in ("ForwardPass", "BackwardPass"):
+                place = step.role, step.begin
+                under_way[place] += 1 if step.kind == "ForwardPass" else -1
+                assert step.kind == "BackwardPass" or under_way[place] <= count, f"{member} has {under_way} under way"
 
     def _here(self, member: str, step: Step) -> bool:
         """Whether what a member receives is there by then: it is its own, or has been kept from before a loss."""

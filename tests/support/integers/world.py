@@ -10,7 +10,7 @@ from bamboo_ds.control.leader.boundary import as_told, ready_copies
 from bamboo_ds.control.registry.records import WorkerState
 from bamboo_ds.topology import LONG_S, Plan, holders_of, takeover
 
-from .case import Case, Fatal, first_plan
+from .case import Case, Fatal, first_plan, tight
 from .copies import Copies
 from .instructions import Instructions
 from .members import Epoch, Job, Member, Waits
@@ -149,7 +149,8 @@ class World:
 
     def interrupt(self, plan: Plan) -> None:
         """All members leave what they do, and enter ``plan``."""
-        self.plan, self._next = plan, None
+        self.plan = plan = tight(plan, self.case, self.random)
+        self._next = None
         for name in self.members.keys() - set(plan.members):
             self._remove(name)  # it had to leave at the next boundary, or waits to be admitted
         epoch = Epoch(plan)
@@ -164,7 +165,8 @@ class World:
 
     def change(self, plan: Plan) -> None:
         """Members enter ``plan`` between two iterations, when all know of it; those that join at once."""
-        self.plan, self._next, self._aware = plan, Epoch(plan), set()
+        self.plan = tight(plan, self.case, self.random)
+        self._next, self._aware = Epoch(self.plan), set()
         for member in self._admit(self._next):
             self.running[member.name], self.waiting[member.name] = self._live(member, enters=True), None
         self.counts["changes"] += 1
@@ -218,7 +220,9 @@ class World:
     def _iteration(self, member: Member, resumed: Programs | None) -> Iterator[Waits]:
         programs = resumed or self._begun(member.plan)
         self._instructions.divide(member, programs, resumed=resumed is not None)
-        return self._execute(member, programs.of(member.name), programs)
+        steps = programs.of(member.name)
+        self.counts["held" if resumed is None else "held, resumed"] += member.name in programs.held
+        return self._execute(member, steps, programs)
 
     def _execute(self, member: Member, steps: Sequence[Step], programs: Programs) -> Iterator[Waits]:
         for step in steps:

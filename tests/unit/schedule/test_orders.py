@@ -44,6 +44,8 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
     for _ in range(draw(st.integers(0, 3))):
         after = takeover(plan, {draw(st.sampled_from(plan.members))})
         plan = plan if after.lost_roles else after
+    counts = draw(st.dictionaries(st.sampled_from(plan.members), st.integers(0, 6)))
+    plan = replace(plan, tight=tuple(counts.items()))
     progress = {}
     for role in plan.world.roles:
         forwards = draw(st.integers(0, micro_batches))
@@ -52,7 +54,7 @@ def interrupted(draw: st.DrawFn) -> tuple[Plan, int, Progress]:
 
 
 def anything(random: Random) -> tuple[Plan, int, Progress]:
-    """Owners, shadows, builders and standbys anywhere, lent parts, measured costs, tensor slices, any progress."""
+    """Owners, shadows, builders, standbys anywhere, lent parts, costs, tight members, tensor slices, any progress."""
     slices, micro_batches = random.choice([1, 1, 1, 2]), random.randint(1, 8)
     stages, pipelines = random.randint(1, 6), random.randint(1, 4) * slices
     blocks = tuple(random.randint(1, 4) for _ in range(stages)) if slices == 1 and random.random() < 0.6 else ()
@@ -76,6 +78,8 @@ def anything(random: Random) -> tuple[Plan, int, Progress]:
         seconds = [[random.choice((1.0, 1.0, 0.35, 2.1)) for _ in range(layout.blocks_of(s))] for s in range(stages)]
         slow = tuple((member, random.choice((1.5, 0.7))) for member in names if random.random() < 0.2)
         plan = replace(plan, costs=BlockCosts(tuple(map(tuple, seconds)), slow))
+    if random.random() < 0.5:
+        plan = replace(plan, tight=tuple((member, random.randint(0, 4)) for member in names if random.random() < 0.4))
     progress = {role: not_begun(plan.world.blocks_of(role.stage), plan.lending(role)) for role in layout.roles}
     if random.random() < 0.3:
         return plan, micro_batches, progress
@@ -114,6 +118,30 @@ class Run:
         return min(done[kind] for *_, done in self.parts)
 
 
+def warm_ups(chain: list[Run], tight: Mapping[str, int]) -> list[int]:
+    """Forwards of runs before their first backwards: of all that fit, where the slowest of those with as many is least.
+
+    Of these the largest ones.
+    """
+    most = [
+        min([len(chain) - n, *(tight[member] for member in run.hosts if tight.get(member))])
+        for n, run in enumerate(chain)
+    ]
+    if most == list(range(len(chain), 0, -1)):
+        return most
+    found: list[list[int]] = [[]]
+    for bound in most:
+        found = [[*before, n] for before in found for n in range(1, min([bound, *before[-1:]]) + 1)]
+
+    def slowest(counts: list[int]) -> float:
+        times: dict[int, float] = {}
+        for count, run in zip(counts, chain, strict=True):
+            times[count] = times.get(count, 0.0) + run.work()
+        return max(times.values())
+
+    return min(found, key=lambda counts: (slowest(counts), [-count for count in counts]))
+
+
 def runs_of(plan: Plan, progress: Progress, micro_batches: int) -> list[list[Run]]:
     """By copy of the model."""
     layout, who, found = plan.world, hosts(plan, progress), []
@@ -148,10 +176,11 @@ def naive_orders(
     places.sort(key=lambda place: (chains[place[0]][place[1]].parts[0][0][0].stage, place[0]))
     end: dict[tuple[int, int, str, int], float] = {}
     queues: list[deque[tuple[str, int]]] = []
+    counts = [warm_ups(chain, dict(plan.tight)) for chain in chains]
     for copy, n in places:
         run = chains[copy][n]
         end.update({(copy, n, kind, m): 0 for kind in "FB" for m in range(run.done(kind))})
-        order = one_f_one_b(micro_batches, len(chains[copy]), n)
+        order = one_f_one_b(micro_batches, counts[copy][n])
         queues.append(deque((kind, m) for kind, m in order if m >= run.done(kind)))
     free: dict[str, float] = {member: 0 for members in hosts(plan, progress) for member in members}
     found: dict[str, list[Work]] = {member: [] for member in free}
@@ -183,7 +212,7 @@ def naive_orders(
 @given(interrupted(), st.sampled_from([(1, 2), (2, 2), (3, 1)]))
 def test_the_earliest_start_goes_first(case: tuple[Plan, int, Progress], ratio: tuple[int, int]) -> None:
     plan, micro_batches, progress = case
-    found = compute_order(plan.world, hosts(plan, progress), micro_batches, progress, *ratio)
+    found = compute_order(plan.world, hosts(plan, progress), micro_batches, progress, *ratio, tight=plan.tight)
     assert found == {
         member: tuple(order) for member, order in naive_orders(plan, micro_batches, progress, ratio).items()
     }
@@ -210,7 +239,7 @@ def test_every_member_finds_its_part_of_the_order_of_the_whole_world(block: int)
         plan, micro_batches, progress = anything(Random(seed))
         layout, who = plan.world, hosts(plan, progress)
         expected = naive_orders(plan, micro_batches, progress)
-        whole = compute_order(layout, who, micro_batches, progress, costs=plan.costs)
+        whole = compute_order(layout, who, micro_batches, progress, costs=plan.costs, tight=plan.tight)
         assert {member: list(order) for member, order in whole.items()} == expected, seed
         for member in plan.members:
             assert passes_of(plan, member, micro_batches, progress) == expected.get(member, []), (seed, member)
@@ -222,7 +251,8 @@ def test_every_member_finds_its_part_of_the_order_of_the_whole_world(block: int)
         met["lent"] += any(done.lent is not None for done in progress.values())
         met["slices"] += layout.slices > 1
         met["measured costs"] += plan.costs is not None
-    assert all(met[what] >= 10 for what in met) and len(met) == 6, met
+        met["tight"] += whole != compute_order(layout, who, micro_batches, progress, costs=plan.costs)
+    assert all(met[what] >= 10 for what in met) and len(met) == 7, met
 
 
 # --- what is simulated for that ----------------------------------------------------------------------------

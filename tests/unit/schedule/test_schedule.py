@@ -96,7 +96,7 @@ def test_undisturbed_program(shape: tuple[int, int], pipelines: int, bubbles: bo
         member = plan.owner(role)
         order = stock_order(micro_batches, stages, role.stage)
         assert [(kind, m) for _, kind, m, _ in orders[member]] == order
-        assert order == list(one_f_one_b(micro_batches, stages, role.stage))
+        assert order == list(one_f_one_b(micro_batches, stages - role.stage))
         program = member_program(plan, member, micro_batches, bubbles=bubbles)
         steps = expected_steps(stages, role.stage, order, bubbles)
         expected = [UseRole(role), *steps, *epilogue(plan, member, bubbles)]
