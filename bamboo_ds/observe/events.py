@@ -119,12 +119,12 @@ class PlanWritten(EventBase):
 
 
 class MemoryShort(EventBase):
-    """Members may not hold all that the job would have them hold. Emitted with each plan in which that changes; empty
-    lists: they may again."""
+    """Members have no room for all that the job would have them hold. With each plan in which that changes."""
 
     event: Literal["memory_short"] = "memory_short"
     roles: list[Role] = Field(description="roles, [pipeline, stage], that have no replica for that")
     members: list[str] = Field(description="members that hold more than they may all the same, as no plan is without")
+    tight: list[tuple[str, int]] = Field([], description="members in less memory, see `Plan.tight`: that is slower")
 
 
 class TakeoverPlanned(EventBase):

@@ -111,6 +111,58 @@ def test_they_compute_where_there_is_room(tmp_path: Path, reference: Reference) 
     assert len(counts) == 3 and not any(each["lost"] for each in counts), counts
 
 
+#: By precision: bytes for all that a member has after the losses if optimizers rest, and not for all of it as it is.
+TIGHT: dict[str, tuple[int, int, int, Any]] = {
+    "fp32": (40_000, 1, 4, {}),
+    "fp16": (24_000, 1, 3, test_precision.FP16),
+    "fp16-zero": (27_000, 2, 2, test_precision.FP16_ZERO),
+    "bf16": (36_000, 2, 2, test_precision.BF16),
+}
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [name if name in ("fp32", "fp16") else pytest.param(name, marks=pytest.mark.exhaustive) for name in TIGHT],
+)
+def test_optimizers_rest_where_there_is_no_room(tmp_path: Path, reference: Reference, precision: str) -> None:
+    """No role goes without a shadow, and nobody holds more than it may, as there are fewer members."""
+    room, pipelines, stages, config = TIGHT[precision]
+    faults = [surviving.fault(2, 3, "BackwardPass", 2), surviving.fault(1, 7, "SendReplica")]
+    faults = faults[: pipelines * stages - 2]
+    block = {"topology": {"blocks": 1, "memory_limit_mb": room / 2**20}}
+    more: dict[str, Any] = {"micro_batches": 4, "bamboo": block, **config}
+    result = surviving.survive_in_turn(tmp_path, reference, faults, stages, pipelines, **more)
+    assert len(result.events("member_lost")) == len(faults)
+    resting = [event for event in result.events("replicas_placed") if event["resting"]]
+    assert resting and all(tuple(role) for event in resting for role in event["resting"]), result.events()
+    steps = [event["step"] for event in result.events("step")]
+    assert min(event["step"] for event in resting) + 2 < max(steps), "they are stepped some times"
+    short = result.events("memory_short")
+    assert all(not event["roles"] and not event["members"] for event in short), short
+    assert {count for event in short for _, count in event["tight"]} == {0}, "as many micro-batches as ever"
+    assert not result.events("replica_mismatch")
+    counts = [json.loads(file.read_text()) for file in tmp_path.glob("far-*")]
+    assert counts and not any(each["lost"] for each in counts), counts
+
+
+#: Bytes for four roles of two pipelines with one micro-batch of each under way, and not with two.
+SCANT = 33_300
+
+
+def test_fewer_micro_batches_are_under_way_where_there_is_no_room(tmp_path: Path, reference: Reference) -> None:
+    """Two members own the same stages, so that either can take over what its device has no room for a replica of."""
+    faults = [surviving.fault(*each) for each in ((2, 3, "BackwardPass", 2), (3, 7, "SendReplica"), (1, 11, "Commit"))]
+    block = {"topology": {"blocks": 1, "memory_limit_mb": SCANT / 2**20}}
+    steps = ("--steps", "15")
+    result = surviving.survive(tmp_path, reference, faults, 2, 2, steps, micro_batches=4, bamboo=block)
+    assert len(result.events("member_lost")) == 3
+    short = result.events("memory_short")
+    assert not any(event["members"] for event in short), "nobody holds more than it may"
+    (left,) = {slot for event in result.events("plan")[-1:] for slot in event["owners"]}
+    assert short[-1]["tight"] == [[left, 1]] and {tuple(e["tight"][0])[1] for e in short[:-2]} == {0}, short
+    assert sum(event["epoch"] == short[-1]["epoch"] for event in result.events("step")) > 1
+
+
 @pytest.mark.exhaustive
 def test_stages_with_weights_in_common(tmp_path: Path, reference: Reference) -> None:
     faults = [surviving.fault(3, 1, "RecvReplica"), surviving.fault(1, 3, "ReduceTiedGrads")]

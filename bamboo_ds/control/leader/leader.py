@@ -368,11 +368,11 @@ class Leader:
         if lost and old is not None and self._settings.launched and ENV_LAUNCH not in os.environ:
             known = [self._joined(each, old.epoch) for each in attempt.known.values()]
             logger.warning("%s", _loss_line([*known, self._written_plan(old, ""), *lost, written]))
-        short = new.unshadowed, new.crowded
-        if new.layout and short != ((old.unshadowed, old.crowded) if old else ((), ())):
+        short = new.unshadowed, new.crowded, new.tight
+        if new.layout and short != ((old.unshadowed, old.crowded, old.tight) if old else ((), (), ())):
             roles = [new.layout.role(rank) for rank in new.unshadowed]
             bare = [(role.pipeline, role.stage) for role in roles]
-            self._emit(MemoryShort, new.epoch, roles=bare, members=list(new.crowded))
+            self._emit(MemoryShort, new.epoch, roles=bare, members=list(new.crowded), tight=list(new.tight))
         if new.lost_roles:
             roles = [new.layout.role(rank) for rank in new.lost_roles] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]

@@ -79,7 +79,9 @@ class Binding:
 def member_of(plan: Plan, member: str, on_mismatch: str = "stop") -> RoleTransfer:
     """What makes a member's roles follow a plan, with its runtimes under ``plan``."""
     job = SimpleNamespace(newest_checkpoint=lambda plan: None)
-    builder: Any = SimpleNamespace(park=lambda plan: None, place=lambda plan: None, make_room=lambda: None, move=lambda runtime, parked: None)
+    builder: Any = SimpleNamespace(
+        park=lambda plan: None, place=lambda plan: None, make_room=lambda: None, move=lambda runtime, parked: None
+    )
     context: Any = SimpleNamespace(
         settings=BambooConfig.model_validate({"redundancy": {"on_mismatch": on_mismatch}}),
         ds=SimpleNamespace(micro_batches=MICRO_BATCHES),
