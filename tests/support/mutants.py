@@ -41,7 +41,11 @@ TESTS = {
         "tests/unit/topology/test_slices.py",
     ),
     "orders": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
-    "spans": ("tests/unit/schedule/test_orders.py", "tests/unit/schedule/test_schedule.py"),
+    "spans": (
+        "tests/unit/schedule/test_tight.py",
+        "tests/unit/schedule/test_orders.py",
+        "tests/unit/schedule/test_schedule.py",
+    ),
     "redundant": ("tests/unit/schedule/test_schedule.py",),
     "syncing": ("tests/unit/engine/test_sums.py",),
     "rehearsal": ("tests/unit/engine/test_exactness.py",),
