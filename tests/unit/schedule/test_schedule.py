@@ -194,18 +194,18 @@ def test_speed_and_cache() -> None:
     best = float("inf")
     for _ in range(5):
         ordered.cache_clear()
-        start = time.perf_counter()
+        start = time.process_time()
         order = compute_order(layout, whole(plan.owners), 64, progress)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, time.process_time() - start)
     assert best < 0.06
     assert compute_order(layout, whole(plan.owners), 64, dict(reversed(progress.items()))) is order
     times = []
     for lost in range(3, 6):
         large = takeover(plan_of(Layout(8, 64)), [f"m{8 * lost}"])
         for member in (large.owner(Role(0, lost)), "m1"):
-            start = time.perf_counter()
+            start = time.process_time()
             member_program(large, member, 256)
-            times.append(time.perf_counter() - start)
+            times.append(time.process_time() - start)
     assert sorted(times)[len(times) // 2] < 0.1
 
 
