@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import groupby
 from math import inf
 
@@ -17,7 +17,9 @@ def fitted(question: Question, owners: Sequence[str], wanted: Sequence[str | Non
     """The shadow of every role; ``None`` where no member has room for the replica.
 
     Replicas that are wanted where they are come first, then large ones, which find room least easily; or small ones, of
-    which more find room, if that leaves fewer roles without a shadow. A copy is made where it is wanted if the member
+    which more find room, if that leaves fewer roles without a shadow. Where the owners of a stage in all pipelines have
+    the same state, one replica of each stage that a single failure would take away comes before all others, if that
+    leaves fewer of these. A copy is made where it is wanted if the member
     may hold it with all that it has; else a member that holds the role remains its shadow, or another one gets the
     copy. What is left gets the room of replicas that their members lose anyway, or that find room elsewhere.
 
@@ -27,11 +29,36 @@ def fitted(question: Question, owners: Sequence[str], wanted: Sequence[str | Non
         wanted: the shadows that would be best.
     """
     found: list[tuple[str | None, ...]] = []
-    for sign in (-1, 1):
-        found.append(_Fitting(question, owners).placed(wanted, sign))
-        if None not in found[-1]:
-            break
-    return min(found, key=lambda shadows: shadows.count(None))
+    first = _alone(question, owners, wanted)
+    for urgent in (frozenset[int](), first) if first else (first,):
+        for sign in (-1, 1):
+            found.append(_Fitting(question, owners).placed(wanted, sign, urgent))
+            if None not in found[-1]:
+                return found[-1]
+    return min(found, key=lambda shadows: (_endangered(question, owners, shadows), shadows.count(None)))
+
+
+def _in_one_domain(question: Question, owners: Sequence[str], shadows: Sequence[str | None]) -> list[list[int]]:
+    """Ranks of each stage whose state a single failure takes away; none where each of its roles has one of its own."""
+    layout, domain = question.previous.world, question.roster.domains
+    found = []
+    for stage in range(layout.stages) if layout.alike else ():
+        ranks = list(range(stage * layout.pipelines, (stage + 1) * layout.pipelines))
+        holders = {owners[rank] for rank in ranks}.union(s for rank in ranks if (s := shadows[rank]) is not None)
+        if len({domain[member] for member in holders}) == 1:
+            found.append(ranks)
+    return found
+
+
+def _alone(question: Question, owners: Sequence[str], wanted: Sequence[str | None]) -> frozenset[int]:
+    """A role of each stage whose owners one failure takes away, if possible one whose wanted shadow holds it."""
+    held = question.holders
+    stages = _in_one_domain(question, owners, (None,) * len(owners))
+    return frozenset(min(ranks, key=lambda rank: wanted[rank] not in held.get(rank, ())) for ranks in stages)
+
+
+def _endangered(question: Question, owners: Sequence[str], shadows: Sequence[str | None]) -> int:
+    return len(_in_one_domain(question, owners, shadows))
 
 
 class _Fitting:
@@ -61,11 +88,14 @@ class _Fitting:
         self._open = sorted(entry for entry in map(self._entry, roster.order) if -entry[0] >= self._smallest)
         self._exchanges = _EXCHANGES
 
-    def placed(self, wanted: Sequence[str | None], sign: int) -> tuple[str | None, ...]:
-        """The shadows that find room, ``wanted`` ones where that goes; first small ones, or with -1 large ones."""
+    def placed(self, wanted: Sequence[str | None], sign: int, urgent: Collection[int] = ()) -> tuple[str | None, ...]:
+        """The shadows that find room, ``wanted`` ones where that goes.
 
-        def order(rank: int) -> tuple[bool, int]:
-            return (rank, wanted[rank]) not in self._held, sign * self._room.size(rank)
+        Those of ``urgent`` roles come first, then small ones, or with -1 as their ``sign`` large ones.
+        """
+
+        def order(rank: int) -> tuple[bool, bool, int]:
+            return rank not in urgent, (rank, wanted[rank]) not in self._held, sign * self._room.size(rank)
 
         loose = []
         for _, alike in groupby(sorted(range(len(wanted)), key=order), order):

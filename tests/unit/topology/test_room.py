@@ -30,10 +30,11 @@ from bamboo_ds.topology import (
     while_copying,
     with_redundancy,
 )
-from bamboo_ds.topology.costs import Costs
+from bamboo_ds.topology.costs import Costs, Roster
+from bamboo_ds.topology.fitting import fitted
 from bamboo_ds.topology.memory import StateBytes
 from bamboo_ds.topology.planner import plan as best_plan
-from bamboo_ds.topology.question import Holders
+from bamboo_ds.topology.question import Holders, Question
 from bamboo_ds.topology.room import Tightness
 from tests.support.planning import Builders, at_rest, drawn, learning
 
@@ -470,6 +471,36 @@ def test_a_role_alone_needs_no_room_for_another_s_step() -> None:
     hurt = replace(takeover(plan, {"m2"}, members=members), owners=("m0", "m1", "m1"), lost_roles=())
     after = best_plan(hurt, members)
     assert after.owners == ("m0", "m1", "m1") and after.tight == (("m1", 0),) and after.crowded == ()
+
+
+@pytest.mark.parametrize(("sharded", "expected"), [(False, ("m2", None, "m2", None)), (True, (None, None, "m2", "m2"))])
+def test_replicas_come_first_that_the_job_cannot_do_without(sharded: bool, expected: tuple[str | None, ...]) -> None:
+    """Each stage of both pipelines is on one member, and there is room for two replicas: one of either stage.
+
+    With sharded optimizers no owner has another one's state, and large replicas come first as ever.
+    """
+    layout = Layout(2, 2, sharded)
+    limits = {"m0": (20, 0), "m1": (24, 2), "m2": (24, 4)}
+    members = [
+        Candidate(name, slot, f"h{slot}", script_rank=script_rank, memory=memory)
+        for slot, (name, (memory, script_rank)) in enumerate(limits.items())
+    ]
+    memory = (StageMemory(10, 10, 10), StageMemory(12, 12, 12))
+    plan = replace(
+        with_redundancy(initial_plan(["m0", "x", "m1", "y"]), layout, False, memory=memory),
+        owners=("m0", "m0", "m1", "m1"),
+        members=tuple(limits),
+        script_ranks=(0, 2, 4),
+    )
+
+    def shadows(before: Plan) -> tuple[str | None, ...]:
+        room, holders = Room(before, members), holders_of(before)
+        question = Question(before, Roster(members), Costs(), Policy(), room, holders)
+        return fitted(question, before.owners, ("m2",) * 4)
+
+    found = shadows(plan)
+    assert found == expected
+    assert shadows(replace(plan, shadows=found)) == found
 
 
 def test_slices_tell_of_tight_members() -> None:
