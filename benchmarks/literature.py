@@ -10,7 +10,10 @@ from __future__ import annotations
 import json
 import time
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import click
@@ -184,6 +187,34 @@ def elsewhere(traces: list[Path], reference: dict[str, Any], chosen: list[Model]
     return rows
 
 
+def halved(trace: Path, seed: int) -> Market:
+    """The market of a trace without those of its nodes, half of them or so, that ``seed`` draws."""
+    draw, kept = Random(seed), dict[str, bool]()
+    lines = [line for line in trace.read_text().splitlines() if line.strip()]
+    there = [line for line in lines if kept.setdefault(line.split(",")[-1].strip(), draw.random() < 0.5)]
+    return parse("\n".join(there), str(trace), 0)
+
+
+def scarce(traces: list[Path], seeds: list[int], reference: dict[str, Any], jobs: list[str]) -> list[dict[str, Any]]:
+    """A row for each of ``jobs``, MODEL=PxS, on each market of half the nodes: jobs with more roles than members."""
+    rows = []
+    for job in jobs:
+        name, _, size = job.partition("=")
+        pipelines, stages = map(int, size.split("x"))
+        (model,) = [model for model in MODELS if model.name == name]
+        profile = calibrated(model, reference["throughput"][name]["30"], 30)
+        config = settings_of(profile, RedundancyMode.LAZY)
+        for trace, seed in product(traces, seeds):
+            market = halved(trace, seed)
+            of_trace = partial(lambda given, _: given, market)
+            simulation = Simulation(of_trace, profile, TERMS, config, pipelines=pipelines, stages=stages)
+            report, _ = simulation.run(POLICIES)
+            where = {"trace": trace.stem, "half": seed, "nodes": market.node_seconds / market.seconds}
+            rows.append({**where, "model": name, "size": size, **ours(report)})
+            console.print(rows[-1], highlight=False)
+    return rows
+
+
 @click.command()
 @click.option("--trace", type=click.Path(exists=True, dir_okay=False, path_type=Path),
               default=SHARED / "traces" / "oobleck-p3-scaled-11h.csv", show_default=True)  # fmt: skip
@@ -193,10 +224,18 @@ def elsewhere(traces: list[Path], reference: dict[str, Any], chosen: list[Model]
               help="Further traces, of which nothing is published.")  # fmt: skip
 @click.option("--model", "models", multiple=True, help="Only these.")
 @click.option("--tried", type=int, default=4, show_default=True, help="Arrangements that are tried first.")
+@click.option("--job", "jobs", multiple=True, metavar="MODEL=PxS",
+              help="Only these, on the --other traces with half of the nodes.")  # fmt: skip
+@click.option("--half", "seeds", type=int, multiple=True, default=(1, 3, 4), show_default=True,
+              help="Seeds of the draws of these nodes.")  # fmt: skip
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
 def main(trace: Path, reference: Path, others: tuple[Path, ...], models: tuple[str, ...], tried: int,
-         out: Path) -> None:  # fmt: skip
+         jobs: tuple[str, ...], seeds: tuple[int, ...], out: Path) -> None:  # fmt: skip
     """SIMULATE this package on published traces, beside published simulations."""
+    if jobs:
+        found = scarce(list(others), list(seeds), json.loads(reference.read_text()), list(jobs))
+        save_json(out / "scarce.json", {"simulated": True, "scarce": found})
+        return
     chosen, known = [model for model in MODELS if not models or model.name in models], json.loads(reference.read_text())
     rows = against_oobleck(trace, known, chosen, tried)
     table = Table("model", "limit", "bamboo*", "varuna*", "oobleck*", "here", "of the limit", "of its own", "size",

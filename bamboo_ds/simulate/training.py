@@ -296,7 +296,8 @@ class SimulatedTraining(ABC):
         passed = self.env.now - begin
         if passed < first * (1 - _SLACK):
             return 0, passed
-        count = int((passed - first) / self.iteration_s * (1 + _SLACK) + _SLACK)
+        # What is left of an interrupted iteration may be nothing.
+        count = int((passed - first) / self.iteration_s * (1 + _SLACK) + _SLACK) if self.iteration_s else 0
         return 1 + count, max(0.0, passed - first - count * self.iteration_s)
 
     def _commit_segment(self) -> int:
