@@ -145,6 +145,23 @@ def test_optimizers_rest_where_there_is_no_room(tmp_path: Path, reference: Refer
     assert counts and not any(each["lost"] for each in counts), counts
 
 
+def test_what_rests_takes_no_memory_of_the_device(tmp_path: Path, reference: Reference) -> None:
+    """A member comes to own two stages; its device holds less of the second one where the plan has no room for it."""
+    layers, stages, peaks = 64, 4, {}
+    parameters = 272 * layers // stages
+    for name, room in (("whole", 1e9), ("tight", 3.6 * 16 * parameters)):
+        (folder := tmp_path / name).mkdir()
+        block = {"topology": {"blocks": 1, "memory_limit_mb": room / 2**20}, "redundancy": {"sync_every": 0}}
+        faults, arguments = [surviving.fault(2, 3, "BackwardPass", 2)], ("--layers", str(layers))
+        result = surviving.survive_in_turn(folder, reference, faults, stages, arguments=arguments, bamboo=block)
+        assert len(result.events("member_lost")) == 1
+        resting = [event["resting"] for event in result.events("replicas_placed") if event["resting"]]
+        assert resting == ([[[0, 2]]] if name == "tight" else []), resting
+        peaks[name] = max(json.loads(file.read_text())["peak"] for file in folder.glob("far-*"))
+    state = 8 * parameters  # Adam's
+    assert peaks["whole"] - peaks["tight"] > 0.9 * state, (peaks, state)
+
+
 #: Bytes for four roles of two pipelines with one micro-batch of each under way, and not with two.
 SCANT = 33_300
 
