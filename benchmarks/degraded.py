@@ -1,7 +1,8 @@
 """Speed of a job that has lost members, or gained some, on emulated devices: are the rest as fast as they can be?
 
 One job per row of members: it trains, loses members one after the other (SIGKILL), and is measured whenever all
-redundancy is restored and the work divided anew. See ``--help``.
+redundancy is restored and the work divided anew. Its losses must be those of an undisturbed job, to the last bit. See
+``--help``.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from common import (
     fresh,
     join,
     new_figure,
+    run_bamboo,
     save_figure,
     save_json,
     write_config,
@@ -193,13 +195,9 @@ class Run:
             Seconds of an iteration of the full job.
         """
         shape, folder = self.shape, self._folder
-        topology = {"blocks": self._blocks if self._blocks == "auto" else int(self._blocks)}
-        config = write_config(folder, shape.micro_batches, {"topology": topology})
         stop = folder / "stop"
-        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(shape.stages)]
-        arguments += ["--layers", str(shape.layers), "--steps", "100000", "--stop-file", str(stop)]
-        arguments += ["--forward-s", str(shape.forward_s), "--backward-s", str(shape.backward_s)]
-        arguments += ["--ends", str(shape.ends), "--slow-file", str(folder / "slow")]
+        arguments = self._arguments(folder, 100000, shape.forward_s, shape.backward_s)
+        arguments += ["--stop-file", str(stop), "--ends", str(shape.ends), "--slow-file", str(folder / "slow")]
         name, script, chosen = f"degraded-{os.getpid()}", WORKERS / "emulated.py", random.Random(seed)
         with bamboo_job(folder, shape.size, script, arguments, job=name) as process:
             watcher = Watcher(Job(folder), process)
@@ -216,7 +214,7 @@ class Run:
                     while len(alive := self._alive(watcher)) > count:
                         self._kill(watcher, chosen.choice(alive))
                         self._settle(watcher, len(alive) - 1)
-                    while len(_newest(watcher.job.events())["members"]) < count:
+                    while len(self._alive(watcher)) < count:
                         self._join(name, script, arguments, watcher)
                     settled = self._settle(watcher, count)
                     # Costs are known a few iterations later.
@@ -234,7 +232,25 @@ class Run:
                         joiner.wait(30)
         if code:
             raise JobFailed(f"{folder}: exit code {code}\n{Job(folder).log()[-3000:]}")
+        self._compare(last)
         return measured
+
+    def _arguments(self, folder: Path, steps: int, forward_s: float, backward_s: float) -> list[str]:
+        shape, topology = self.shape, {"blocks": self._blocks if self._blocks == "auto" else int(self._blocks)}
+        config = write_config(folder, shape.micro_batches, {"topology": topology})
+        arguments = ["--deepspeed_config", str(config), "--out", str(folder), "--stages", str(shape.stages)]
+        arguments += ["--layers", str(shape.layers), "--steps", str(steps)]
+        return [*arguments, "--forward-s", str(forward_s), "--backward-s", str(backward_s)]
+
+    def _compare(self, steps: int) -> None:
+        """Losses of every worker at the end, those of joiners included, with the undisturbed job's."""
+        calm = fresh(self._folder.with_name(f"{self._folder.name}-undisturbed"))
+        arguments = self._arguments(calm, steps, 0.0, 0.0)
+        undisturbed = run_bamboo(calm, self.shape.size, WORKERS / "emulated.py", arguments, 120 + steps).results()
+        expected, found = undisturbed[0]["losses"], Job(self._folder).results()
+        if len(expected) != steps or not found or any(each["losses"] != expected for each in found.values()):
+            raise JobFailed(f"{self._folder}: losses differ from those in {calm}")
+        console.print(f"  {steps} losses of {len(found)} workers are bit-equal to the undisturbed job's")
 
     def _measure_straggler(self, watcher: Watcher, full: float, times: float, chosen: random.Random) -> None:
         """One member takes so many times as long for a while."""
@@ -264,9 +280,9 @@ class Run:
         watcher.wait(f"the loss of {member}", lost)
 
     def _join(self, name: str, script: Path, arguments: list[str], watcher: Watcher) -> None:
-        before = len(_newest(watcher.job.events())["members"])
+        before = len(self._alive(watcher))
         self._joiners.append(join(self._folder, len(self._joiners), name, script, arguments))
-        watcher.wait("the joiner", lambda seen: len(_newest(seen)["members"]) > before)
+        watcher.wait("the joiner", lambda seen: len(_computing(_newest(seen))) > before)
 
     def _settle(self, watcher: Watcher, count: int) -> int:
         """Wait until the newest plan is the last one for a while; returns the step in which it has begun."""
@@ -378,7 +394,7 @@ def plot(rows: list[Figures], path: Path) -> None:
 
 @click.command()
 @click.option("--pipelines", type=click.IntRange(min=1), default=1, show_default=True)
-@click.option("--stages", type=click.IntRange(min=2), default=8, show_default=True)
+@click.option("--stages", type=click.IntRange(min=1), default=8, show_default=True)
 @click.option("--layers", type=click.IntRange(min=1), default=3, show_default=True, help="Of each stage.")
 @click.option("--micro-batches", type=click.IntRange(min=1), default=16, show_default=True)
 @click.option("--members", type=int, multiple=True, default=(7, 6, 5, 4), show_default=True, help="To be measured.")

@@ -1,4 +1,4 @@
-"""Hundreds of seeded faults of all kinds against one job of emulated devices: 2 pipelines of 4 stages, 2 standbys.
+"""Hundreds of seeded faults of all kinds against one job of emulated devices with two standbys.
 
 The job must bear them in one run: no restart, no fatal loss, every sample once, the parameters of the undisturbed run,
 nothing leaked, every pause recorded. See ``--help``.
@@ -39,8 +39,7 @@ from bamboo_ds.chaos.faults import FaultKind
 from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.launchers import jobs
 
-STAGES, PIPELINES, STANDBYS = 4, 2, 2
-MEMBERS = STAGES * PIPELINES + STANDBYS
+STANDBYS = 2
 #: Largest relative difference of parameters, and largest growth of memory, threads and descriptors per process.
 TOLERANCE, GROWTH = 1e-6, 0.05
 #: How often which kind of fault is injected: all that are possible on one host.
@@ -59,6 +58,36 @@ WEIGHTS = {
 }
 #: Seconds for a job to be as it should be.
 PATIENCE_S = 300.0
+
+
+@dataclass(frozen=True)
+class Work:
+    """What is trained.
+
+    Attributes:
+        blocks: layers of a stage, which may be divided at each of them.
+        micro_batches: of a pipeline.
+        batch: samples of a micro-batch.
+    """
+
+    pipelines: int
+    stages: int
+    blocks: int
+    micro_batches: int
+    steps: int
+    batch: int = 2
+
+    @property
+    def size(self) -> int:
+        """Members at the start, without standbys."""
+        return self.pipelines * self.stages
+
+    def arguments(self, folder: Path, block: dict[str, Any] | None, hold_s: float) -> list[str]:
+        """Those of the worker, whose configuration is written to ``folder``; it hurries once ``done`` is there."""
+        config = write_config(folder, self.micro_batches, block, train_micro_batch_size_per_gpu=self.batch)
+        arguments = ["--deepspeed_config", str(config), "--stages", str(self.stages), "--layers", str(self.blocks)]
+        arguments += ["--steps", str(self.steps), "--forward-s", str(hold_s)]
+        return [*arguments, "--until", str(folder / "done"), "--out", str(folder)]
 
 
 @dataclass(frozen=True)
@@ -158,20 +187,20 @@ def largest_difference(one: dict[str, torch.Tensor], other: dict[str, torch.Tens
     return max(float((one[k] - other[k]).abs().max() / other[k].abs().max()) for k in one)
 
 
-def ledger_problems(folder: Path, steps: int, batch: int, micro_batches: int) -> list[str]:
+def ledger_problems(folder: Path, work: Work) -> list[str]:
     """Every worker's iterator must have handed out its pipeline's samples in order, each once."""
-    problems = []
+    problems, pipelines, needed = [], work.pipelines, work.steps * work.micro_batches
     for file in sorted(folder.glob("ledger-*.txt")):
         pipeline = int(file.stem.split("-")[2])
         lines = file.read_text().split("\n")[:-1]  # a worker that was killed may have left a part of one
         rows = [tuple(map(int, line.split())) for line in lines]
-        width = batch * PIPELINES
-        expected = [(pipeline + width * i, pipeline + width * (i + 1) - PIPELINES) for i in range(len(rows))]
+        width = work.batch * pipelines
+        expected = [(pipeline + width * i, pipeline + width * (i + 1) - pipelines) for i in range(len(rows))]
         if rows != expected:
             wrong = next(i for i, pair in enumerate(zip(rows, expected, strict=True)) if pair[0] != pair[1])
             problems.append(f"{file.name}: entry {wrong} is {rows[wrong]}, not {expected[wrong]}")
-        if len(rows) > steps * micro_batches:
-            problems.append(f"{file.name}: {len(rows)} micro-batches were drawn, {steps * micro_batches} are needed")
+        if len(rows) > needed:
+            problems.append(f"{file.name}: {len(rows)} micro-batches were drawn, {needed} are needed")
     return problems
 
 
@@ -190,14 +219,14 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
     return problems
 
 
-def disturbed(folder: Path, steps: int, hold_s: float, batch: int, micro_batches: int, blocks: int, faults: int,
-              rate: float, seed: int, more: list[str], address: str | None,
-              sync_every: int | None, device: bool, long: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+def disturbed(folder: Path, work: Work, hold_s: float, faults: int, rate: float, seed: int, more: list[str],
+              address: str | None, sync_every: int | None, device: bool,
+              long: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
-        "topology": {"blocks": blocks},
+        "topology": {"blocks": work.blocks},
     }
     redundancy: dict[str, Any] = {} if sync_every is None else {"sync_every": sync_every}
     if device:
@@ -205,29 +234,17 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, micro_batches
     block["redundancy"] = redundancy
     if address is not None:
         block["observe"] = {"http": address}
-    config = write_config(folder, micro_batches, block, train_micro_batch_size_per_gpu=batch)
-    until, name = folder / "done", f"soak-{os.getpid()}"
-    script = [
-        "--deepspeed_config",
-        str(config),
-        "--stages",
-        str(STAGES),
-        "--layers",
-        str(blocks),
-        "--steps",
-        str(steps),
-    ]
-    script += ["--forward-s", str(hold_s), "--until", str(until), "--out", str(folder)]
-    script += ["--device"] * device + ["--long"] * long
+    name, members = f"soak-{os.getpid()}", work.size + STANDBYS
+    script = [*work.arguments(folder, block, hold_s), *["--device"] * device, *["--long"] * long]
     arguments = [str(WORKERS / "soak.py"), *script]
-    options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(MEMBERS)]
+    options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(members)]
     options += ["--slots-per-host", "2", "--min-members", "3", "--timeout-s", "90", "--ready-s", str(PATIENCE_S)]
     if "--weight" not in more:
         options += [word for kind, weight in WEIGHTS.items() for word in ("--weight", f"{kind.value}={weight}")]
     options += more
     problems: list[str] = []
     measured: dict[str, Any] = {}
-    with bamboo_job(folder, STAGES * PIPELINES, Path("-m"), ["bamboo_ds.chaos.victim", *arguments], name) as process:
+    with bamboo_job(folder, work.size, Path("-m"), ["bamboo_ds.chaos.victim", *arguments], name) as process:
         wait_for_job(name, process, folder)
         scraper = None if address is None else Scraper(address, name, folder / "events.jsonl")
         with (
@@ -235,20 +252,20 @@ def disturbed(folder: Path, steps: int, hold_s: float, batch: int, micro_batches
             chaos(folder, name, options) as runner,
             nullcontext() if scraper is None else scraper.running(),
         ):
-            quiet(observer, MEMBERS, "the standbys did not join")
+            quiet(observer, members, "the standbys did not join")
             before = usage(observer, process.pid, runner.pid)
             while faults_done(folder) < faults and runner.poll() is None and process.poll() is None:
                 time.sleep(0.5)
             if process.poll() is None and runner.poll() is None:
-                quiet(observer, MEMBERS, "after the last fault the job did not heal")
+                quiet(observer, members, "after the last fault the job did not heal")
                 after = usage(observer, process.pid, runner.pid)
                 measured["usage"] = {"before": asdict(before), "after": asdict(after)}
                 problems += growth_problems(before, after)
                 if scraper is not None:
                     problems += scraper.compare()
                     measured["scrapes"] = {"done": scraper.done, "refused": scraper.refused}
-            until.touch()
-            code = runner.wait(PATIENCE_S + steps)
+            (folder / "done").touch()
+            code = runner.wait(PATIENCE_S + work.steps)
         measured["exit_code"] = process.wait(PATIENCE_S)
     if code:
         problems.append(f"bamboo chaos says {code}, see {folder / 'chaos.txt'}")
@@ -273,6 +290,8 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
 @click.option("--faults", type=click.IntRange(min=1), default=300, show_default=True)
 @click.option("--rate", type=float, default=15.0, show_default=True, help="Faults per minute, if the job can bear it.")
 @click.option("--seed", type=int, default=1, show_default=True)
+@click.option("--pipelines", type=click.IntRange(min=1), default=2, show_default=True)
+@click.option("--stages", type=click.IntRange(min=1), default=4, show_default=True)
 @click.option("--steps", type=click.IntRange(min=10), help="Of the job.  [default: 20 per fault]")
 @click.option("--hold-s", type=float, default=0.012, show_default=True, help="Of an emulated forward pass.")
 @click.option(
@@ -290,22 +309,21 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, blocks: int, micro_batches: int,
-         sync_every: int | None, device: bool, long: bool, scrape: bool, quick: bool, more: tuple[str, ...],
-         out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, pipelines: int, stages: int, steps: int | None, hold_s: float,
+         blocks: int, micro_batches: int, sync_every: int | None, device: bool, long: bool, scrape: bool, quick: bool,
+         more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
-    out, faults, batch = out.resolve(), 20 if quick else faults, 2
-    steps = steps or 100 + 20 * faults
+    out, faults = out.resolve(), 20 if quick else faults
+    work = Work(pipelines, stages, blocks, micro_batches, steps or 100 + 20 * faults)
     folder = fresh(out / "jobs" / "soak")
     begin = time.monotonic()
     address = free_address() if scrape else None
     measured, problems = disturbed(
-        folder, steps, hold_s, batch, micro_batches, blocks, faults, rate, seed, list(more), address, sync_every,
-        device, long,
-    )  # fmt: skip
+        folder, work, hold_s, faults, rate, seed, list(more), address, sync_every, device, long
+    )
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
-        problems += compare(out, folder, steps, batch, micro_batches, blocks, measured)
+        problems += compare(out, folder, work, measured)
     plans = Job(folder).events("plan")
     divided = sum(bool(plan["lent"]) for plan in plans)
     recovered = {event["epoch"] for event in Job(folder).events("recovered")}
@@ -321,37 +339,24 @@ def main(faults: int, rate: float, seed: int, steps: int | None, hold_s: float, 
     report(out, folder, {"faults": faults, "seed": seed, "seconds": time.monotonic() - begin, **measured}, problems)
 
 
-def compare(out: Path, folder: Path, steps: int, batch: int, micro_batches: int, blocks: int,
-            measured: dict[str, Any]) -> list[str]:  # fmt: skip
+def compare(out: Path, folder: Path, work: Work, measured: dict[str, Any]) -> list[str]:
     """What differs from the undisturbed run."""
     problems = []
     calm = fresh(out / "jobs" / "soak-undisturbed")
-    config = write_config(calm, micro_batches, None, train_micro_batch_size_per_gpu=batch)
-    script = [
-        "--deepspeed_config",
-        str(config),
-        "--stages",
-        str(STAGES),
-        "--layers",
-        str(blocks),
-        "--steps",
-        str(steps),
-    ]
-    script += ["--forward-s", "0", "--until", str(calm / "done"), "--out", str(calm)]
-    run_stock(calm, STAGES * PIPELINES, WORKERS / "soak.py", script, 60 + steps)
+    run_stock(calm, work.size, WORKERS / "soak.py", work.arguments(calm, None, 0.0), 60 + work.steps)
     expected = next(json.loads(f.read_text())["losses"] for f in sorted(calm.glob("result-*.json")))
     losses = [json.loads(f.read_text())["losses"] for f in sorted(folder.glob("result-*.json"))]
     if not losses:
         problems.append("no worker came to the end")
     worst = max((abs(a - b) / abs(b) for found in losses for a, b in zip(found, expected, strict=True)), default=None)
-    measured |= {"largest_difference_of_losses": worst, "workers_at_the_end": len(losses), "steps": steps}
+    measured |= {"largest_difference_of_losses": worst, "workers_at_the_end": len(losses), "steps": work.steps}
     if worst is None or worst > TOLERANCE:
         problems.append(f"losses differ by up to {worst}")
     if losses:
         measured["largest_difference_of_parameters"] = largest_difference(parameters(folder), parameters(calm))
         if measured["largest_difference_of_parameters"] > TOLERANCE:
             problems.append(f"parameters differ by up to {measured['largest_difference_of_parameters']}")
-    return problems + ledger_problems(folder, steps, batch, micro_batches)
+    return problems + ledger_problems(folder, work)
 
 
 def report(out: Path, folder: Path, content: dict[str, Any], problems: list[str]) -> None:

@@ -87,11 +87,11 @@ class Loss(nn.MSELoss):
         return super().forward(output.float(), target)
 
 
-def batches(size: int, boundary_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The same batch for ever, of so many bytes in fp32."""
+def batches(pipeline: int, size: int, boundary_bytes: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """The same batch of a pipeline for ever, of so many bytes in fp32."""
     rows = boundary_bytes // (4 * WIDTH * size)
     shape = (size, rows, WIDTH) if rows else (size, WIDTH)
-    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1))
+    x = torch.randn(*shape, generator=torch.Generator().manual_seed(1 + pipeline))
     while True:
         yield x, x
 
@@ -142,7 +142,7 @@ def ended(file: Path, step: int) -> bool:
 
 
 def main() -> None:
-    """Train and leave the seconds of every iteration, and those of processors, in ``result-<rank>.json``."""
+    """Train; leave the losses, the seconds of every iteration and those of processors in ``result-<rank>.json``."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--local_rank", type=int, default=-1)
     parser.add_argument("--stages", type=int, required=True)
@@ -180,22 +180,27 @@ def main() -> None:
     engine, *_ = deepspeed.initialize(args=arguments, model=net, model_parameters=list(net.parameters()))
     ends = engine.is_first_stage() or engine.is_last_stage()
     boundary = int(arguments.boundary_mb * 10**6)
-    data = batches(engine.train_micro_batch_size_per_gpu(), boundary) if ends else None
+    data = None
+    if ends:
+        data = batches(engine.grid.data_parallel_id, engine.train_micro_batch_size_per_gpu(), boundary)
     rank = torch.distributed.get_rank()
     trace = StockTrace(engine, arguments.out, rank) if arguments.trace else None
-    seconds, cpu = [], []
+    losses, seconds, cpu = [], [], []
     for _ in range(arguments.steps):
         begin, used = time.perf_counter(), time.process_time()
         with trace.iteration() if trace else nullcontext():
-            engine.train_batch(data_iter=data)
+            losses.append(float(engine.train_batch(data_iter=data)))
         seconds.append(time.perf_counter() - begin)
         cpu.append(time.process_time() - used)
         if arguments.stop_file and ended(arguments.stop_file, engine.global_steps):
             break
     if trace:
         trace.save()
-    result = {"seconds": seconds, "cpu": cpu, "cpu_seconds": time.process_time()}
-    (arguments.out / f"result-{rank}.json").write_text(json.dumps(result))
+    result = {"losses": losses, "seconds": seconds, "cpu": cpu, "cpu_seconds": time.process_time()}
+    # A joiner may have the rank of another worker, and ends beside it.
+    new = arguments.out / f"new-{os.getpid()}.json"
+    new.write_text(json.dumps(result))
+    new.rename(arguments.out / f"result-{rank}.json")
 
 
 if __name__ == "__main__":

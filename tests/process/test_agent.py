@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import selectors
 import signal
 import subprocess
 import sys
@@ -116,6 +118,8 @@ def test_data_workers_end_in_order(outcome: str) -> None:
     agent._slot, agent._leaving = SimpleNamespace(terminated=False), SimpleNamespace(end_at=None)
     # It says good-bye before it ends.
     script = """
+import os
+import selectors
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("runs", flush=True)
@@ -132,6 +136,22 @@ input()
         code = process.poll()
         process.kill()
     assert code == 0
+
+
+@pytest.mark.integration
+def test_data_workers_that_have_ended_leave_nothing_behind() -> None:
+    """A job that loses members for as long as it lasts starts many."""
+    agent: Any = Agent.__new__(Agent)
+    agent._data_workers, agent._channel_open = DataWorkers(), False
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    agent._data_workers._processes.append(process)
+    os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+    assert psutil.Process(process.pid).status() == psutil.STATUS_ZOMBIE
+    agent._timeout, agent._note_stall, agent._meet_deadlines = (lambda now: 0.0), (lambda s: None), (lambda: None)
+    agent._worker = SimpleNamespace(lingers=lambda: True, dead=False, pid=0)
+    with selectors.DefaultSelector() as selector:
+        agent._watch(selector)
+    assert not psutil.pid_exists(process.pid)
 
 
 def test_killed_workers_are_taken_over_in_no_time(start: Start) -> None:

@@ -160,6 +160,29 @@ def test_a_data_worker_that_has_come_does_not_keep_the_next_one_waiting(stage: S
         assert stage.plan().lost == (name,) and stage.fed == [2] * (number - 1)
 
 
+def test_one_data_worker_is_started_in_place_of_one_that_leaves(stage: Stage) -> None:
+    """It draws batches until the other one does, which takes the time of a start."""
+    stage.store.put(Keys.report("a"), LayoutRecord(id="a", layout=Layout(1, 3), redundant=True, apart=True).to_json())
+    stage.lose("c")
+    for _ in range(2):
+        stage.step()
+    assert stage.plan().lost == ("c",)
+    old = member("d3", 3, script_rank=2, joiner=True, feeder=True)
+    stage.store.put(Keys.report("d3"), LayoutRecord(id="d3", layout=Layout(1, 3), redundant=True).to_json())
+    stage.store.put(Keys.member("d3"), old.to_json(), stage.lease)
+    for _ in range(2):
+        stage.step()
+    assert stage.plan().members == ("a", "b", "d3")
+    for name in stage.plan().members:
+        stage.store.put(Keys.worker(name), WorkerState(id=name, epoch=stage.plan().epoch).to_json())
+    before = list(stage.fed)
+    stage.store.put(Keys.member("d3"), old.model_copy(update={"state": "leaving"}).to_json(), stage.lease)
+    for _ in range(6):
+        stage.step()
+    assert "d3" in stage.plan().members
+    assert stage.fed == [*before, 2]
+
+
 @pytest.mark.parametrize(
     "script", [["lost"], ["dropped"], ["dropped", "lost"], ["late"], ["late", "dropped"], ["dropped", "dropped"]]
 )

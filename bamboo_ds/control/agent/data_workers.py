@@ -55,6 +55,10 @@ class DataWorkers:
         )
         self._processes.append(process)
 
+    def reap(self) -> None:
+        """Forgets those that have ended, whom the kernel keeps until then."""
+        self._processes = [process for process in self._processes if process.poll() is None]
+
     def tell_to_leave(self) -> None:
         """The agent leaves, and they have to leave with it."""
         for process in self._processes:

@@ -151,9 +151,10 @@ class Leader:
             return None  # before any other plan, which does not name them any more
         view = View.of(mirror, self._world_size, trusted_from, self._deadlines.near(now))
         self._tell_last(view)
-        for member in view.plan.members if view.plan is not None else ():
-            if member in view.members and view.members[member].feeder:
-                self._fed.pop(view.members[member].script_rank, None)  # the next one is for another need
+        listed = view.plan.members if view.plan is not None else ()
+        came = {view.members[member].slot for member in listed if member in view.members}
+        # The next one is for another need. An older one that leaves is in the plan until this one has come.
+        self._fed = {rank: feeder for rank, feeder in self._fed.items() if feeder[1] not in came}
         action = self._decider.decide(view, now)
         if isinstance(action, Wait):
             if action.reason is not None and action.reason != self._told:

@@ -10,6 +10,7 @@ import pytest
 
 from bamboo_ds.config import MembershipConfig, parse_block
 from bamboo_ds.control.agent.agent import Agent
+from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.watchdog import Watchdog
 from bamboo_ds.control.messages import Heartbeat
 from bamboo_ds.job_settings import JobSettings
@@ -70,7 +71,7 @@ def test_an_agent_that_was_stopped_waits_longer_for_the_first_heartbeat(
     agent._worker.wire = SimpleNamespace(backlog=False)
     agent._watchdog = Watchdog(MembershipConfig(lease_ttl_s=60, start_timeout_s=2.0))
     agent._channel_open, agent._kill_at, agent._progress_due = True, None, None
-    agent._leaving = SimpleNamespace(end_at=None)
+    agent._leaving, agent._data_workers = SimpleNamespace(end_at=None), DataWorkers()
     seconds = [3600.0, 0.5, 0.1] if held else [1.0, 1.2, 0.1]
 
     def select(timeout: float) -> list[Any]:
