@@ -118,8 +118,6 @@ def test_data_workers_end_in_order(outcome: str) -> None:
     agent._slot, agent._leaving = SimpleNamespace(terminated=False), SimpleNamespace(end_at=None)
     # It says good-bye before it ends.
     script = """
-import os
-import selectors
 import signal
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
 print("runs", flush=True)
