@@ -109,3 +109,57 @@ for number in range(4):
         assert not resting.resting
     assert torch.equal(mine.cpu(), other.cpu()), number
 """)
+
+
+def test_what_is_loaded_rests_before_the_next_role_is_loaded() -> None:
+    """Torch brings the state of fp32 parameters to their device."""
+    on_the_device("""
+from contextlib import nullcontext
+from types import SimpleNamespace
+from bamboo_ds.engine.joining.loading import Loader
+from bamboo_ds.engine.stage.chunks import RestingOptimizer
+from bamboo_ds.topology import Layout, Role
+
+class Mine(RestingOptimizer):
+    _device = torch.device("far")
+
+def runtime_of(stage):
+    parameter = torch.nn.Parameter(torch.ones(1000).to("far"))
+    inner = torch.optim.AdamW([parameter])
+    parameter.grad = torch.ones_like(parameter)
+    inner.step()
+    parameter.grad, mine = None, Mine()
+    mine.inner = inner
+    return SimpleNamespace(role=Role(0, stage), pristine=None, optimizer=mine)
+
+runtimes = [runtime_of(stage) for stage in range(3)]
+for runtime in runtimes[1:]:
+    runtime.optimizer.rest()
+local, begin = runtimes[0], far_device.counts()["allocated"]
+
+def load(folder, tag):
+    assert far_device.counts()["allocated"] == begin, "of the roles before nothing is there any more"
+    inner = context.binding.current.optimizer.inner
+    saved = inner.state_dict()
+    saved["state"] = {0: {name: value.cpu() + 1 for name, value in saved["state"][0].items()}}
+    inner.load_state_dict(saved)
+    return folder, {}
+
+def use(runtime):
+    context.binding.current = runtime
+
+context = SimpleNamespace(
+    binding=SimpleNamespace(local=local, owned=lambda: runtimes, use=use),
+    ds=SimpleNamespace(basic_optimizer=None, loading=lambda state: None, load_checkpoint=load),
+    groups=SimpleNamespace(acting_for=lambda role, answer: nullcontext()),
+    layout=Layout(1, 3),
+    progress=SimpleNamespace(script=SimpleNamespace(changed=set())),
+)
+loader = Loader(context, SimpleNamespace(copy_state=lambda roles: None), None)
+loader._check = lambda *_: None
+loader.load("folder", None, None)
+for runtime in runtimes:
+    (state,) = runtime.optimizer.inner.state.values()
+    kinds = {state[name].device.type for name in ("exp_avg", "exp_avg_sq")}
+    assert kinds == {"far" if runtime is local else "cpu"} and int(state["step"]) == 2, (runtime.role, kinds)
+""")
