@@ -76,6 +76,7 @@ class Steps(InContext):
         with torch.inference_mode(False), self.ds.with_step_settings(inputs.settings):
             if not self.builder.parks:  # any more
                 self.builder.move(runtime, parked=False)
+                self.builder.make_room()
             with self.binding.bound(runtime), self.builder.at_home(runtime):
                 self._committed = inputs.committed  # what is before may take steps of its own
                 self._apply_results(runtime, inputs.results)

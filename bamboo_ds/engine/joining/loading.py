@@ -74,6 +74,8 @@ class Loader(InContext):
             keeps = nullcontext() if self.universal or optimizer is None else keeping_types(optimizer)
             with self.groups.acting_for(runtime.role, ignore), keeps:
                 result: Any = self.ds.load_checkpoint(folder, tag, *args, **kwargs)
+                if runtime.optimizer.resting:
+                    runtime.optimizer.rest()  # torch loads to where parameters are
             if position is not None and len(position.groups) == len(settings_of(optimizer)):
                 self.binding.refresh()
                 position.restore(runtime)

@@ -51,6 +51,7 @@ class RoleTransfer(InContext):
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not runtime.usable:
+                self.builder.make_room()  # of what is here before there is more
                 runtime = self._clone(role, plan)
             if not runtime.owned:
                 if runtime.pending is not None:

@@ -26,7 +26,7 @@ from ...topology import Plan, Role
 from ..context.shared import InContext
 from ..stage.answers import ignore
 from ..stage.chunks import unchunked
-from ..stage.clones import PristineOptimizer, begin_groups
+from ..stage.clones import PristineOptimizer, begin_groups, unstepped
 from ..stage.layers import Layers
 from ..stage.rng import left_alone
 from ..stage.runtime import StageRuntime
@@ -180,8 +180,12 @@ class StageBuilder(InContext):
 
     def _rests(self, runtime: StageRuntime) -> bool:
         """Whether the optimizer of a role, which is on the device, is in host memory between steps."""
-        tight = any(member == self.epoch.member for member, _ in self.epoch.plan.tight)
-        return tight and self.parks and not runtime.parked and runtime is not self.binding.local
+        return self._tight and not runtime.parked and runtime is not self.binding.local
+
+    @property
+    def _tight(self) -> bool:
+        """Whether optimizers of this member's roles, but for the local one's, rest while these are on the device."""
+        return self.parks and self.epoch.member in dict(self.epoch.plan.tight)
 
     def make_room(self) -> None:
         """Brings optimizers to host memory, or back to the device, as the plan in force has it."""
@@ -217,7 +221,7 @@ class StageBuilder(InContext):
             elif self._ahead(plan, runtime.role):
                 self._bring(runtime, plan)
         resting = [role for role, runtime in self.binding.runtimes.items() if runtime.optimizer.resting]
-        if foreign or resting:
+        if foreign or resting or (self._told is not None and self._told[0]):
             self._tell_placed(foreign, resting, *self._placed(plan, resident))
 
     def _foreign(self) -> list[StageRuntime]:
@@ -285,8 +289,9 @@ class StageBuilder(InContext):
         logger.warning("role %s goes on from the state of role %s", role, source.role)
         self.binding.refresh()
         text, tensors = split(capture(source))
-        # An optimizer keeps the tensors of a state that it loads.
-        runtime = self.build(role, join(text, [bare(t).clone() for t in tensors]), source.pristine)
+        # An optimizer keeps the tensors of a state that it loads, and there may be no room for others on the device.
+        copies = [bare(t).to(HOST if self._tight else bare(t).device, copy=True) for t in tensors]
+        runtime = self.build(role, join(text, copies), source.pristine)
         if source.results.reduced is not None:
             reduced = [gradient.clone() for gradient in source.results.reduced]
             runtime.results = Results(reduced=reduced, measured=source.results.measured)
@@ -358,7 +363,7 @@ class StageBuilder(InContext):
             if wrapper is own:
                 ds.optimizer = basic
             else:
-                with self.groups.acting_for(runtime.role, ignore):
+                with self.groups.acting_for(runtime.role, ignore), unstepped(basic):
                     ds.optimizer = ds.wrap_optimizer(basic, wrapper)
             begin_groups(basic, state["optimizer"]["inner"]["param_groups"])
             runtime.train_only(state["trains"])

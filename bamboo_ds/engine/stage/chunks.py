@@ -340,9 +340,9 @@ class RestingOptimizer:
 
     def rouse(self) -> None:
         """Brings back to the device what rests."""
-        self.resting = False
         self._put_masters([master.to(self._device) for master in self.masters()])
         self._keep_on(self._device)
+        self.resting = False  # if there was room for all of it
 
     @contextmanager
     def awake(self) -> Iterator[None]:

@@ -87,6 +87,20 @@ def _is_shared(name: str, value: Any) -> bool:
     return isinstance(value, _SHARED) or (isinstance(value, OrderedDict) and "hooks" in name)
 
 
+@contextlib.contextmanager
+def unstepped(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """In the body ``optimizer`` takes no steps.
+
+    Those of DeepSpeed's for fp16 have it take one as they are made, for its state: three times as large as masters with
+    the gradients for it, on the device. A copy gets the state of its owner, which may have to be elsewhere.
+    """
+    optimizer.__dict__["step"] = lambda: None
+    try:
+        yield
+    finally:
+        del optimizer.__dict__["step"]
+
+
 def begin_groups(optimizer: torch.optim.Optimizer, given: list[dict[str, Any]]) -> None:
     """Sets the groups of a clone as their owner's, which are ``given``, were before the first step of a scheduler."""
     for group, settings in zip(optimizer.param_groups, given, strict=True):

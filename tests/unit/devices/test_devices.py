@@ -253,7 +253,7 @@ def test_replicas_without_room_on_the_device_wait_until_the_next_plan(monkeypatc
     share, told, tried = SimpleNamespace(begun=False), list[tuple[bool, str]](), list[bool]()
     replica: Any = SimpleNamespace(role=Role(0, 1), share=share, parked=True, tensors=list)
     optimizer = SimpleNamespace(inner=None, masters=list)
-    binding = SimpleNamespace(replicas=lambda: [replica], local=SimpleNamespace(optimizer=optimizer))
+    binding = SimpleNamespace(replicas=lambda: [replica], local=SimpleNamespace(optimizer=optimizer), runtimes={})
     channel = SimpleNamespace(event=lambda name, **values: told.append((values["parked"], values["reason"])))
     context: Any = SimpleNamespace(
         binding=binding,
