@@ -124,7 +124,8 @@ class MemoryShort(EventBase):
     event: Literal["memory_short"] = "memory_short"
     roles: list[Role] = Field(description="roles, [pipeline, stage], that have no replica for that")
     members: list[str] = Field(description="members that hold more than they may all the same, as no plan is without")
-    tight: list[tuple[str, int]] = Field([], description="members in less memory, see `Plan.tight`: that is slower")
+    resting: list[str] = Field([], description="members with optimizers in host memory between steps: that is slower")
+    under_way: list[tuple[str, int]] = Field([], description="members, and micro-batches of a role under way at most")
 
 
 class TakeoverPlanned(EventBase):
@@ -223,9 +224,7 @@ class ReplicasPlaced(EventBase):
     step: int = Field(ge=0, description="steps that are done")
     global_step: int | None = GLOBAL_STEP
     parked: bool = Field(description="those that compute nothing are in host memory")
-    reason: str | None = Field(
-        description="why they are on the device; with `redundancy.mode` `auto` also why they are not"
-    )
+    reason: str | None = Field(description="why they are on the device; with `redundancy.mode` `auto` also why not")
     bytes: int = Field(ge=0, description="of their state, in host memory")
     resting: list[Role] = Field([], description="that this member computes, with optimizers there between steps")
 

@@ -6,7 +6,7 @@ A loss is one line. It waits until the loss is complete, and what happens meanwh
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from datetime import datetime, tzinfo
 
 from . import events as ev
@@ -147,7 +147,13 @@ class Story:
                     names, holds = listed(list(map(name, event.members))), "holds more than it may"
                     holds = holds if len(event.members) == 1 else "hold more than they may"
                     parts.append(f"{names} {holds} (topology.memory_limit_mb)")
-                parts += _tight({name(member): count for member, count in event.tight})
+                if event.resting:
+                    names = listed(list(map(name, event.resting)))
+                    parts.append(f"optimizers on {names} are in host memory between steps for lack of room")
+                for member, count in event.under_way:
+                    parts.append(
+                        f"{name(member)} has {counted(count, 'micro-batch', 'micro-batches')} of a role under way at most"
+                    )
                 yield "; ".join(parts) or "members have room for all that they hold, and for replicas"
             case ev.CheckpointSaved() if not event.own:  # those of the job's own come all the time
                 yield f"checkpoint of {_step(event)} saved in {duration(event.seconds)}: {event.path}"
@@ -228,16 +234,3 @@ def _by_heir(moved: Iterable[Moved]) -> Iterable[tuple[str, list[Role]]]:
 
 def _step(event: ev.Step | ev.CheckpointSaved | ev.CheckpointFailed) -> str:
     return f"step {numbered(event.step, event.global_step)}"
-
-
-def _tight(members: Mapping[str, int]) -> list[str]:
-    """What members do that have no room for their roles as they are."""
-    found = []
-    if members:
-        names = listed(list(members))
-        found.append(f"for lack of room on {names} optimizers are in host memory between steps, which is slower")
-    for member, count in members.items():
-        if count:
-            batches = "1 micro-batch" if count == 1 else f"{count} micro-batches"
-            found.append(f"each role of {member} has at most {batches} under way")
-    return found

@@ -17,6 +17,9 @@ stage 1::
     lean                                 10 + 4       4 + 4       4 + 4      2            32
     bounded by one micro-batch           10 + 1       4 + 1       4 + 1      2            23
 
+Of a shadowed role one micro-batch counts that way. Where its member takes it over, those of its other roles that are
+under way by then go on, and may take it beyond its limit until the iteration ends.
+
 Replicas that can wait in host memory compute ahead of a loss where there is room for what that takes besides, and wait
 where there is none: :meth:`Room.waiting` decides that for all, from what a plan says.
 """

@@ -229,3 +229,15 @@ def _with_sources(view: View, plan: Plan, target: Plan, candidates: Sequence[Can
 
 def _reason(plan: Plan, target: Plan, candidates: Sequence[Candidate]) -> str:
     return "; ".join(explain(plan, target, candidates)) or "tidying up"
+
+
+def short_of_memory(plan: Plan) -> dict[str, list[Any]]:
+    """What ``plan`` has its members do or lack for want of memory: the fields of the event ``memory_short``."""
+    roles = [plan.world.role(rank) for rank in plan.unshadowed]
+    rests = any(stage.resting for stage in plan.memory)
+    return {
+        "roles": [(role.pipeline, role.stage) for role in roles],
+        "members": list(plan.crowded),
+        "resting": [member for member, _ in plan.tight] if rests else [],
+        "under_way": [(member, count) for member, count in plan.tight if count],
+    }

@@ -51,6 +51,7 @@ from ..registry.vacancies import claim_slot
 from ..reporting import emit_or_log
 from ..settings import AgentSettings
 from .actions import Ask, Assign, Complete, Loss, StartDataWorkers, StopJob, Wait, WritePlan
+from .boundary import short_of_memory
 from .decisions import Decider
 from .departures import Deadlines, going
 from .pruning import obsolete
@@ -369,11 +370,9 @@ class Leader:
         if lost and old is not None and self._settings.launched and ENV_LAUNCH not in os.environ:
             known = [self._joined(each, old.epoch) for each in attempt.known.values()]
             logger.warning("%s", _loss_line([*known, self._written_plan(old, ""), *lost, written]))
-        short = new.unshadowed, new.crowded, new.tight
-        if new.layout and short != ((old.unshadowed, old.crowded, old.tight) if old else ((), (), ())):
-            roles = [new.layout.role(rank) for rank in new.unshadowed]
-            bare = [(role.pipeline, role.stage) for role in roles]
-            self._emit(MemoryShort, new.epoch, roles=bare, members=list(new.crowded), tight=list(new.tight))
+        short = short_of_memory(new)
+        if new.layout and (short != short_of_memory(old) if old else any(short.values())):
+            self._emit(MemoryShort, new.epoch, **short)
         if new.lost_roles:
             roles = [new.layout.role(rank) for rank in new.lost_roles] if new.layout else []
             stages = [(role.pipeline, role.stage) for role in roles]

@@ -192,7 +192,14 @@ class StageBuilder(InContext):
         for runtime in self.binding.runtimes.values():
             if self._rests(runtime) is not runtime.optimizer.resting:
                 with self._making(runtime):
-                    runtime.optimizer.rouse() if runtime.optimizer.resting else runtime.optimizer.rest()
+                    self._rouse(runtime) if runtime.optimizer.resting else runtime.optimizer.rest()
+
+    def _rouse(self, runtime: StageRuntime) -> None:
+        try:
+            runtime.optimizer.rouse()
+        except torch.OutOfMemoryError as error:
+            logger.warning("the optimizer of role %s stays in host memory: %s", runtime.role, error)
+            runtime.optimizer.rest()
 
     def park(self, plan: Plan) -> None:
         """Parks the replicas that have computed nothing in this iteration, and under ``plan`` do not.

@@ -266,7 +266,7 @@ def test_checkpoints_checks_and_waiting() -> None:
         at(16, events.MembersAwaited, members=[M1], seconds=120),
         at(17, events.MemoryShort, 4, roles=[(0, 1), (0, 2)], members=[M1]),
         at(18, events.MemoryShort, 5, roles=[], members=[]),
-        at(19, events.MemoryShort, 6, roles=[], members=[], tight=[(M0, 0), (M1, 2)]),
+        at(19, events.MemoryShort, 6, roles=[], members=[], resting=[M0, M1], under_way=[(M1, 2)]),
     ]
     assert lines(*found) == [
         "12:00:10 checkpoint of step 2 saved in 0.40 s: /c/2",
@@ -280,8 +280,8 @@ def test_checkpoints_checks_and_waiting() -> None:
         "12:00:17 no member has room for a replica of stages 1 and 2; "
         "m1 holds more than it may (topology.memory_limit_mb)",
         "12:00:18 members have room for all that they hold, and for replicas",
-        "12:00:19 for lack of room on m0 and m1 optimizers are in host memory between steps, which is slower; "
-        "each role of m1 has at most 2 micro-batches under way",
+        "12:00:19 optimizers on m0 and m1 are in host memory between steps for lack of room; "
+        "m1 has 2 micro-batches of a role under way at most",
     ]
 
 
