@@ -151,9 +151,8 @@ class Story:
                     names = listed(list(map(name, event.resting)))
                     parts.append(f"optimizers on {names} are in host memory between steps for lack of room")
                 for member, count in event.under_way:
-                    parts.append(
-                        f"{name(member)} has {counted(count, 'micro-batch', 'micro-batches')} of a role under way at most"
-                    )
+                    batches = counted(count, "micro-batch", "micro-batches")
+                    parts.append(f"{name(member)} has {batches} of a role under way at most")
                 yield "; ".join(parts) or "members have room for all that they hold, and for replicas"
             case ev.CheckpointSaved() if not event.own:  # those of the job's own come all the time
                 yield f"checkpoint of {_step(event)} saved in {duration(event.seconds)}: {event.path}"
