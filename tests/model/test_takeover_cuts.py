@@ -615,7 +615,7 @@ SCRIPTS: dict[str, dict[str, Any]] = {
     "check": {"checked": 6, "evaluates": True},
 }
 SCRIPTED = [
-    *(spec for job, spec in JOBS.items() if job not in ("eager-brc", "four stages")),
+    *(spec for job, spec in JOBS.items() if job not in ("eager-brc", "four stages", "tight")),
     Spec(stages=4, iterations=6, heals=True),
     Spec(pipelines=2, stages=2, iterations=6, heals=True, sharded=True),
     Spec(iterations=6, heals=True),
