@@ -21,7 +21,7 @@ from bamboo_ds.control.agent.agent import Agent
 from bamboo_ds.control.agent.data_workers import DataWorkers
 from bamboo_ds.control.agent.mailbox import Mailbox
 from bamboo_ds.control.messages import Heartbeat
-from bamboo_ds.control.registry.records import ProgressRecord
+from bamboo_ds.control.registry.records import LeftRecord, ProgressRecord, StopRecord
 from bamboo_ds.topology.planner import initial_plan
 from tests.support.control import Job, Start, lives
 from tests.support.page import ask, gone_back, scraped, seen, served_at, value
@@ -134,6 +134,18 @@ input()
         code = process.poll()
         process.kill()
     assert code == 0
+
+
+@pytest.mark.parametrize("code", [0, 3])
+def test_a_worker_that_the_end_of_a_good_job_ends_has_not_failed(code: int) -> None:
+    """One that still starts, say. Where the job has failed by this worker, it has."""
+    agent: Any = Agent.__new__(Agent)
+    agent._id = "m4"
+    agent._slot = SimpleNamespace(stop=StopRecord(code=code, reason="the job has ended", by="m4"))
+    told = {"id": "m4", "slot": 4, "reason": "signal", "detail": "SIGTERM", "since": 0.0, "boot": ""}
+    departure = LeftRecord(outcome="stopped", code=code, **told)
+    assert agent._has_failed(departure) is (code != 0)
+    assert agent._has_failed(departure.model_copy(update={"outcome": "failed"}))
 
 
 @pytest.mark.integration

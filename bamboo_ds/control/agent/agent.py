@@ -375,6 +375,15 @@ class Agent:
         departure = self._slot.note_end(status, died, self._watchdog.hung, self._exit_notice, step)
         return departure.model_copy(update={"reaped": not self._worker.lingers()})
 
+    def _has_failed(self, departure: LeftRecord) -> bool:
+        """Whether the job ends since this worker has failed.
+
+        It may have lingered until the job, which had been told of that, has ended it. Who leads ends those of a job that
+        is done.
+        """
+        stop = self._slot.stop
+        return departure.outcome == "failed" or (stop is not None and stop.by == self._id and stop.code != 0)
+
     def _announce(self, departure: LeftRecord) -> LeftRecord:
         """Brings the news of the worker's end to etcd; gives up when told to end, or after a while.
 
@@ -384,9 +393,7 @@ class Agent:
         while self._worker.wire.poll(0.0, writing=False) and self._read_channel():
             continue  # what the worker wrote before its death
         self._write_progress()
-        # Its worker may have lingered until the job, which had been told of the failure, has ended it.
-        stop = self._slot.stop
-        if departure.outcome == "failed" or (stop is not None and stop.by == self._id):
+        if self._has_failed(departure):
             error = self._exit_notice.reason if self._exit_notice else None
             tell_failure(self._events, self._settings, self._slot.epoch, departure, error, self._output.path)
         self._coordinator.leave(departure, self._stop_of(departure))
