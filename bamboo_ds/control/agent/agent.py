@@ -378,8 +378,8 @@ class Agent:
     def _has_failed(self, departure: LeftRecord) -> bool:
         """Whether the job ends since this worker has failed.
 
-        It may have lingered until the job, which had been told of that, has ended it. Who leads ends those of a job that
-        is done.
+        It may have lingered until the job, which had been told of that, has ended it. The agent itself ends that of a
+        job that is done.
         """
         stop = self._slot.stop
         return departure.outcome == "failed" or (stop is not None and stop.by == self._id and stop.code != 0)
