@@ -67,7 +67,7 @@ class Plan:
         parked: members whose replicas wait in host memory, and compute nothing before their stage is lost or divided.
         tight: members that have no room for all that they own and shadow as it is, each with a number of micro-batches.
             The optimizers of their roles, but for that of their script's own, are in host memory between steps, and
-            each role that they own has so many micro-batches under way, at most; 0: as many as 1F1B has.
+            each role that they compute has so many micro-batches under way, at most; 0: as many as 1F1B has.
         places: for every one of ``members``, where others reach its worker: address, port and token, with blanks
             between. Empty in plans that no leader has written.
         script_ranks: for every one of ``members``, the rank that its worker's script runs as. Its data iterators are

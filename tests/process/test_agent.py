@@ -136,6 +136,40 @@ input()
     assert code == 0
 
 
+@pytest.mark.integration
+def test_what_a_killed_data_worker_leaves_is_collected() -> None:
+    """Its agent is gone, so that its worker becomes a child of the agent that had started it."""
+    script = """
+import os, signal, subprocess, sys
+import psutil
+from bamboo_ds.control.agent import data_workers
+from bamboo_ds.processes import adopt_orphans
+from tests.support.patience import Patience
+adopt_orphans()
+own = subprocess.Popen(["true"])  # somebody else waits for it
+os.waitid(os.P_PID, own.pid, os.WEXITED | os.WNOWAIT)
+agent = subprocess.Popen(["sh", "-c", "sleep 1000 & echo $!; wait"], stdout=subprocess.PIPE, text=True)
+left = psutil.Process(int(agent.stdout.readline()))
+found = data_workers.DataWorkers()
+found._processes.append(agent)
+agent.kill()
+os.waitid(os.P_PID, agent.pid, os.WEXITED | os.WNOWAIT)
+data_workers._LOOK_S = 0.01
+found.reap(own.pid)
+assert left.is_running() and left.ppid() == os.getpid()
+left.kill()
+os.waitid(os.P_PID, left.pid, os.WEXITED | os.WNOWAIT)
+patience = Patience(20.0)
+while psutil.pid_exists(left.pid):
+    assert not patience.over(), left
+    found.reap(own.pid)
+assert own.wait() == 0
+print("collected")
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "collected\n", done.stderr
+
+
 @pytest.mark.parametrize("code", [0, 3])
 def test_a_worker_that_the_end_of_a_good_job_ends_has_not_failed(code: int) -> None:
     """One that still starts, say. Where the job has failed by this worker, it has."""

@@ -212,7 +212,7 @@ class Agent:
                 return awake
             self._note_stall(time.monotonic() - asleep - timeout)
             self._meet_deadlines()
-            self._data_workers.reap()
+            self._data_workers.reap(self._worker.pid)
             if self._worker.lingers():
                 logger.error("worker %d does not end although it was killed: it counts as lost", self._worker.pid)
                 return time.monotonic()

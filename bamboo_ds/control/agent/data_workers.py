@@ -7,15 +7,20 @@ import logging
 import os
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from multiprocessing.connection import wait
 
+from ...processes import reap_adopted
 from .. import standard_input
 from ..settings import AgentSettings
 from .mailbox import Mailbox
 
 logger = logging.getLogger("bamboo_ds.control.agent.data_workers")
+
+#: Seconds between two looks at all processes of the host.
+_LOOK_S = 1.0
 
 
 class DataWorkers:
@@ -23,6 +28,8 @@ class DataWorkers:
 
     def __init__(self) -> None:
         self._processes: list[subprocess.Popen[bytes]] = []
+        self._killed = False  # some agent of theirs was, so that its worker is ours when that has ended
+        self._next_look = 0.0
 
     def start(self, own: AgentSettings, slot: int, rank: int) -> None:
         """Starts a worker in a slot of its own that joins as ``rank``; ``own``: of the agent that starts it."""
@@ -55,9 +62,19 @@ class DataWorkers:
         )
         self._processes.append(process)
 
-    def reap(self) -> None:
-        """Forgets those that have ended, whom the kernel keeps until then."""
-        self._processes = [process for process in self._processes if process.poll() is None]
+    def reap(self, worker: int) -> None:
+        """Forgets those that have ended, whom the kernel keeps until then, and what those have left that were killed.
+
+        Args:
+            worker: process id of the agent's own worker, which is not looked for.
+        """
+        ended = [process for process in self._processes if process.poll() is not None]
+        self._processes = [process for process in self._processes if process not in ended]
+        self._killed |= any(process.returncode < 0 for process in ended)
+        now = time.monotonic()
+        if self._killed and now >= self._next_look:
+            self._next_look = now + _LOOK_S
+            reap_adopted({worker, *(process.pid for process in self._processes)})
 
     def tell_to_leave(self) -> None:
         """The agent leaves, and they have to leave with it."""

@@ -48,10 +48,10 @@ class RoleTransfer(InContext):
         """
         member, runtimes = self.epoch.member, self.binding.runtimes
         owned, followed = plan.owned_by(member), {*plan.shadowed_by(member), *plan.built_by(member)}
+        self.builder.make_room()  # of what is here, before there is more
         for role in owned:
             runtime = runtimes.get(role)
             if runtime is None or not runtime.usable:
-                self.builder.make_room()  # of what is here before there is more
                 runtime = self._clone(role, plan)
             if not runtime.owned:
                 if runtime.pending is not None:
@@ -73,7 +73,6 @@ class RoleTransfer(InContext):
                 self.binding.drop(role)
         # What computes comes to the device when there is room for it.
         self.builder.park(plan)
-        self.builder.make_room()
         for role, runtime in runtimes.items():
             if role in owned or plan.lending(role) is not None:
                 self.builder.move(runtime, parked=False)

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bamboo_ds.control.leader.actions import Ask, Complete, StopJob, Wait, WritePlan
+from bamboo_ds.control.leader.boundary import short_of_memory
 from bamboo_ds.control.leader.decisions import EXIT_CONFIG, Decider
 from bamboo_ds.control.leader.view import View, limits_of
 from bamboo_ds.control.registry.keys import Keys
@@ -277,6 +278,10 @@ def test_plans_tell_which_members_have_optimizers_at_rest() -> None:
     assert None not in healed.shadows and not healed.unshadowed and not healed.crowded
     most = Counter((*healed.owners, *healed.shadows))
     assert healed.tight == tuple((name, 0) for name in healed.members if most[name] == 3) != ()
+    told = {"roles": [], "members": [], "resting": [name for name, _ in healed.tight], "under_way": []}
+    assert short_of_memory(healed) == told
+    unable = replace(healed, memory=(replace(stage, resting=0),) * 4, tight=(("a", 0), ("c", 2)))
+    assert short_of_memory(unable) == {**told, "resting": [], "under_way": [("c", 2)]}, "nothing rests there"
     assert decider().decide(at_rest(healed, 32), 100.2) == Wait()
     # That alone makes another plan, which no member breaks off a long iteration for.
     for iteration_s in (0.0, 100.0):
