@@ -66,7 +66,7 @@ def test_an_agent_that_was_stopped_waits_longer_for_the_first_heartbeat(
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     killed: list[int] = []
     agent: Any = Agent.__new__(Agent)
-    agent._worker = SimpleNamespace(last_sign_of_life=None, dead_at=None, dead=False, kill=killed.append)
+    agent._worker = SimpleNamespace(last_sign_of_life=None, dead_at=None, dead=False, kill=killed.append, pid=0)
     agent._worker.lingers = lambda: False
     agent._worker.wire = SimpleNamespace(backlog=False)
     agent._watchdog = Watchdog(MembershipConfig(lease_ttl_s=60, start_timeout_s=2.0))
