@@ -11,10 +11,10 @@ from .question import Question
 def zones_apart(question: Question, owners: Sequence[str], shadows: Sequence[str | None]) -> tuple[str | None, ...]:
     """``shadows`` with as many as possible moved out of the zones of their owners, such that no member loses by it.
 
-    Standbys exchange replicas with standbys and owners of roles with owners, so that none holds more bytes than the one
-    that holds most did. A shadow goes to the present one of the role if that is elsewhere, else to another holder, else
-    to the member with the fewest replicas; where all are full two roles exchange their shadows. Where a zone is not
-    known, or there is one only, nothing changes.
+    Standbys exchange replicas with standbys and owners of roles with owners, so that none holds more bytes than the
+    one that holds most did, or does at present. A shadow goes to the present one of the role if that is elsewhere,
+    else to another holder, else to the member with the fewest replicas; where all are full two roles exchange their
+    shadows. Where a zone is not known, or there is one only, nothing changes.
 
     Args:
         question: what is asked for; failure domains of owner and shadow stay apart.
@@ -43,7 +43,12 @@ class _Exchange:
         self._ranks = [rank for rank, shadow in enumerate(shadows) if shadow in self._members]
         for rank in self._ranks:
             self._replicas[str(shadows[rank])] += self._weights[rank]
-        self._most = max(self._replicas.values(), default=0.0)
+        present = dict.fromkeys(members, 0.0)
+        for rank in range(len(shadows)):
+            if (member := question.shadow(rank)) in present:
+                present[str(member)] += self._weights[rank]
+        #: Also what members hold at present: the plan of a plan is itself.
+        self._most = max((*self._replicas.values(), *present.values()), default=0.0)
         self._peaks = dict(self._replicas)
         # A member whose zone is not known is in none of the others'.
         self._places = {member: self._zones[member] or f"\0{member}" for member in members}

@@ -282,6 +282,14 @@ def test_any_history(
     live(Job(Layout(pipelines, count), hosts, costs, policy), rng, events)
 
 
+def test_shadows_that_went_to_another_zone_stay_there() -> None:
+    """Though their member then holds more than the shadows that are nearest would have it hold."""
+    policy = Policy(redundant=True, near_shadows=True, zones_apart=True, min_gain=0.0)
+    costs = Costs((0.5, 0.5, 1.5, 1.5, 0.5, 1.5), (0,) * 6)
+    for seed in range(150, 160):
+        live(Job(Layout(1, 6), 5, costs, policy), Random(seed), 1)
+
+
 @pytest.mark.parametrize("pipelines", [1, 2])
 def test_every_kind_of_event_happens(pipelines: int) -> None:
     """The same with fixed seeds, counting the events: the property above must not hold for lack of them."""
