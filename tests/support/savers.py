@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -22,7 +24,8 @@ from bamboo_ds.state.writer import HostFile, Save, SaveResult
 from bamboo_ds.topology import Layout
 
 LAYOUT = Layout(pipelines=1, stages=2)
-WAIT_S = 30.0
+#: The thread that writes is nicer than all that computes, and waits for a disk that all tests share.
+WAIT_S = 120.0
 KIB = 1024
 
 
@@ -74,7 +77,14 @@ class Member:
         return self
 
     def wait(self) -> None:
-        assert self.saver.wait(WAIT_S)
+        assert self.saver.wait(WAIT_S), f"not written in {WAIT_S:g} s\n{stacks()}"
+
+
+def stacks() -> str:
+    """Where every thread of this process stands."""
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    frames = sys._current_frames().items()
+    return "\n".join(f"{names.get(ident)}:\n{''.join(traceback.format_stack(frame))}" for ident, frame in frames)
 
 
 @pytest.fixture
