@@ -1,4 +1,4 @@
-"""Hundreds of seeded faults of all kinds against one job of emulated devices with two standbys.
+"""Hundreds of seeded faults of all kinds against one job of emulated devices with standbys, or with too few members.
 
 The job must bear them in one run: no restart, no fatal loss, every sample once, the parameters of the undisturbed run,
 nothing leaked, every pause recorded. See ``--help``.
@@ -39,7 +39,6 @@ from bamboo_ds.chaos.faults import FaultKind
 from bamboo_ds.chaos.observer import Observer
 from bamboo_ds.launchers import jobs
 
-STANDBYS = 2
 #: Largest relative difference of parameters, and largest growth of memory, threads and descriptors per process.
 TOLERANCE, GROWTH = 1e-6, 0.05
 #: How often which kind of fault is injected: all that are possible on one host.
@@ -67,6 +66,7 @@ class Work:
     Attributes:
         blocks: layers of a stage, which may be divided at each of them.
         micro_batches: of a pipeline.
+        standbys: members beyond :attr:`size` that chaos keeps up; negative: so many lost ones are not replaced.
         batch: samples of a micro-batch.
     """
 
@@ -75,6 +75,7 @@ class Work:
     blocks: int
     micro_batches: int
     steps: int
+    standbys: int
     batch: int = 2
 
     @property
@@ -211,7 +212,7 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
     joined = max(0, new.pop("members") - old.pop("members"))
     for name in old:
         # The launcher talks to etcd for the first time when one of its agents dies.
-        slack = 10 if name == "launcher_rss_mb" else 2 if name.endswith("fds") else 1 if name.endswith("threads") else 0
+        slack = 10 if name == "launcher_rss_mb" else 2 if name.endswith(("fds", "threads")) else 0
         # A worker has a connection to every other one, and a thread that reads it.
         slack += joined if name in ("worker_threads", "worker_fds") else 0
         if new[name] > old[name] * (1 + GROWTH) + slack:
@@ -220,13 +221,13 @@ def growth_problems(before: Usage, after: Usage) -> list[str]:
 
 
 def disturbed(folder: Path, work: Work, hold_s: float, faults: int, rate: float, seed: int, more: list[str],
-              address: str | None, sync_every: int | None, device: bool,
-              long: bool) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
+              address: str | None, sync_every: int | None, device: bool, long: bool,
+              limit_mb: float | None) -> tuple[dict[str, Any], list[str]]:  # fmt: skip
     """The job with its faults; returns what was measured and what is wrong."""
     block: dict[str, Any] = {
         "notices": {"sources": ["file"], "file": str(folder / "notice-{slot}"), "poll_s": 0.25},
         "recovery": {"on_exception": "takeover"},
-        "topology": {"blocks": work.blocks},
+        "topology": {"blocks": work.blocks, "memory_limit_mb": limit_mb},
     }
     redundancy: dict[str, Any] = {} if sync_every is None else {"sync_every": sync_every}
     if device:
@@ -234,7 +235,7 @@ def disturbed(folder: Path, work: Work, hold_s: float, faults: int, rate: float,
     block["redundancy"] = redundancy
     if address is not None:
         block["observe"] = {"http": address}
-    name, members = f"soak-{os.getpid()}", work.size + STANDBYS
+    name, members = f"soak-{os.getpid()}", work.size + work.standbys
     script = [*work.arguments(folder, block, hold_s), *["--device"] * device, *["--long"] * long]
     arguments = [str(WORKERS / "soak.py"), *script]
     options = ["--rate", str(rate), "--seed", str(seed), "--count", str(faults), "--keep", str(members)]
@@ -292,6 +293,7 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
 @click.option("--seed", type=int, default=1, show_default=True)
 @click.option("--pipelines", type=click.IntRange(min=1), default=2, show_default=True)
 @click.option("--stages", type=click.IntRange(min=1), default=4, show_default=True)
+@click.option("--standbys", default=2, show_default=True, help="Negative: so many lost members are not replaced.")
 @click.option("--steps", type=click.IntRange(min=10), help="Of the job.  [default: 20 per fault]")
 @click.option("--hold-s", type=float, default=0.012, show_default=True, help="Of an emulated forward pass.")
 @click.option(
@@ -304,22 +306,23 @@ def wait_for_job(name: str, process: subprocess.Popen[bytes], folder: Path) -> N
 @click.option("--micro-batches", type=click.IntRange(min=1), default=4, show_default=True, help="Of a pipeline.")
 @click.option("--sync-every", type=click.IntRange(min=0), help="redundancy.sync_every.  [default: as it is]")
 @click.option("--device", is_flag=True, help="On the device of the tests, which is EMULATED, with parked replicas.")
+@click.option("--limit-mb", type=float, help="topology.memory_limit_mb; optimizers must have rested then.")
 @click.option("--long", is_flag=True, help="Workers tell that iterations take minutes, so that plans interrupt them.")
 @click.option("--scrape", is_flag=True, help="Scrape the job's metrics meanwhile, and compare them with its events.")
 @click.option("--quick", is_flag=True, help="Twenty faults.")
 @click.option("--option", "more", multiple=True, help="For bamboo chaos, such as --option=--weight --option=kill=1.")
 @click.option("--out", type=click.Path(file_okay=False, path_type=Path), default=Path("out"), show_default=True)
-def main(faults: int, rate: float, seed: int, pipelines: int, stages: int, steps: int | None, hold_s: float,
-         blocks: int, micro_batches: int, sync_every: int | None, device: bool, long: bool, scrape: bool, quick: bool,
-         more: tuple[str, ...], out: Path) -> None:  # fmt: skip
+def main(faults: int, rate: float, seed: int, pipelines: int, stages: int, standbys: int, steps: int | None,
+         hold_s: float, blocks: int, micro_batches: int, sync_every: int | None, device: bool, limit_mb: float | None,
+         long: bool, scrape: bool, quick: bool, more: tuple[str, ...], out: Path) -> None:  # fmt: skip
     """Do hundreds of seeded faults to one job and check that it bears them."""
     out, faults = out.resolve(), 20 if quick else faults
-    work = Work(pipelines, stages, blocks, micro_batches, steps or 100 + 20 * faults)
+    work = Work(pipelines, stages, blocks, micro_batches, steps or 100 + 20 * faults, standbys)
     folder = fresh(out / "jobs" / "soak")
     begin = time.monotonic()
     address = free_address() if scrape else None
     measured, problems = disturbed(
-        folder, work, hold_s, faults, rate, seed, list(more), address, sync_every, device, long
+        folder, work, hold_s, faults, rate, seed, list(more), address, sync_every, device, long, limit_mb
     )
     console.print(f"[dim]{time.monotonic() - begin:.0f} s[/dim]")
     if measured["exit_code"] == 0:
@@ -329,6 +332,12 @@ def main(faults: int, rate: float, seed: int, pipelines: int, stages: int, steps
     recovered = {event["epoch"] for event in Job(folder).events("recovered")}
     interrupting = sum(plan["epoch"] in recovered and not plan["lost"] for plan in plans)
     measured["plans"] = {"all": len(plans), "divided": divided, "interrupting": interrupting}
+    if limit_mb is not None:
+        short = Job(folder).events("memory_short")
+        for name in ("resting", "under_way"):
+            measured["plans"][name] = sum(bool(event[name]) for event in short)
+        if not measured["plans"]["resting"]:
+            problems.append("no optimizer has rested")
     if long and not interrupting:
         problems.append("no plan has interrupted an iteration without a loss")
     if blocks > 1 and not divided:
