@@ -265,7 +265,7 @@ class BambooJob(SimulatedTraining):
         """To the script's next checkpoint, or the job's next one of its own: a restart goes on from either."""
         every_s = self._config.checkpoint.every_s
         if isinstance(every_s, str):
-            seen = LossRate(seconds=self.env.now, losses=len(self.gone))
+            seen = LossRate(seconds=self.env.now, fatal=self.outcome.restarts)
             every_s = interval_s(self._copy_s, self._write_s(), seen.mtbf_s)
         return min(self.terms.checkpoint_s, every_s or self.terms.checkpoint_s)
 

@@ -104,7 +104,7 @@ class _SaveFacts(_Record):
         seed: of the job's random numbers in forward passes.
         consumed: micro-batches of each pipeline that the job has used.
         origin: names the run of the job, through all of its restarts; see :mod:`bamboo_ds.generations`.
-        rate: the losses that the job had seen.
+        rate: the fatal losses that the job had seen.
         script_folder: of a checkpoint of the job's own, or in a mirror: the folder that the script saved into, if there
             is one.
     """

@@ -256,7 +256,7 @@ class Progress:
         steps: iterations committed so far.
         consumed: micro-batches of each pipeline that committed iterations have used.
         began: monotonic seconds at which this member has come to the job.
-        seen: the losses that the job had seen until then, and how many this member has seen since.
+        seen: the fatal losses that the job had seen until then.
         checksums: micro-batches get checksums, by which events tell what steps have consumed; equal on all members.
         newest: what the newest committed step has consumed, with ``checksums``.
         vector: sum of the last commit all-reduce.
@@ -276,7 +276,7 @@ class Progress:
     script: ScriptProgress = field(default_factory=ScriptProgress, init=False)
 
     def rate(self) -> LossRate:
-        """The losses that the job has seen up to now."""
+        """The fatal losses that the job has seen up to now."""
         return self.seen.plus(time.monotonic() - self.began, 0)
 
     @property

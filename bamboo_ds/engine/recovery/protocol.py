@@ -88,7 +88,6 @@ class RecoveryProtocol(InContext):
             logger.info("entered epoch %d", plan.epoch)
             self.roles.follow(plan)
             self.saves.follow(plan)
-            self.progress.seen = self.progress.seen.plus(0.0, int(bool(plan.lost)))
         with self.recording.span(Kind.AGREE):
             texts = self.epoch.agreement.exchange(self.report().model_dump_json())
             reports = {member: MemberReport.model_validate_json(text) for member, text in texts.items()}

@@ -60,7 +60,7 @@ def test_losses_that_are_seen_count_more_than_what_is_expected_before() -> None:
     calm, busy = LossRate().plus(36 * 3600.0, 0), LossRate().plus(3600.0, 30)
     assert calm.mtbf_s == 37 * 3600.0 and busy.mtbf_s == pytest.approx(2 * 3600.0 / 31)
     assert interval_s(2.0, 0.0, busy.mtbf_s) == SHORTEST_S < interval_s(2.0, 0.0, calm.mtbf_s) < 800
-    assert busy.plus(0.0, 1) == LossRate(seconds=3600.0, losses=31)
+    assert busy.plus(0.0, 1) == LossRate(seconds=3600.0, fatal=31)
 
 
 @pytest.mark.parametrize("value", [-1, float("nan"), float("inf"), "often", True, None])
