@@ -57,7 +57,10 @@ class RoleTransfer(InContext):
                 if runtime.pending is not None:
                     logger.info("role %s has yet to take the step of the last iteration", role)
                     runtime.catch_up()
-                logger.warning("taking over role %s with %d forwards done", role, runtime.share.part.forwards)
+                if plan.lost:
+                    logger.warning("taking over role %s with %d forwards done", role, runtime.share.part.forwards)
+                else:
+                    logger.info("role %s comes to this member", role)
                 runtime.owned, runtime.share.helps = True, False
                 self.progress.operation.taken_over.add(role)
             elif runtime.share.divided and runtime.share.begun and plan.lending(role) is None:
