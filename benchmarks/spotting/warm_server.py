@@ -1,6 +1,7 @@
 """The fork server of the tests, whose agents fork their workers although they have threads by then.
 
-Those of agents that join are the threads of their client of etcd, of which a worker makes no use.
+Those of agents that join are the threads of their client of etcd, of which a worker makes no use. An agent has a client
+of its own, and gRPC works in no child of a process in which it has begun.
 """
 
 from __future__ import annotations
@@ -19,9 +20,11 @@ if __name__ == "__main__":
     sys.path.remove(ROOT)
     serve = fork_server.serve
 
+    alone = fork_server.may_fork
+
     def serve_all(control: socket.socket) -> NoReturn:
         """Imports are made, and have started no threads."""
-        fork_server._threads = lambda: 1
+        fork_server.may_fork = lambda words: fork_server.is_script(words) or alone(words)
         serve(control)
 
     fork_server.serve = serve_all

@@ -134,6 +134,11 @@ def _threads() -> int:
     return len(os.listdir("/proc/self/task"))
 
 
+def may_fork(words: Sequence[str]) -> bool:
+    """Whether this process has no other threads, which its child would lack."""
+    return _threads() == 1
+
+
 # -- becoming another program ---------------------------------------------------------------------------------
 def become(arguments: Sequence[str], environment: Mapping[str, str], keep: Collection[int] = ()) -> NoReturn:
     """Run a Python command line in this forked process, as ``execve`` would.
@@ -295,7 +300,7 @@ def _is_ours(arguments: Sequence[str]) -> bool:
     return list(arguments[:2]) == [sys.executable, "-m"] and arguments[2] in (_AGENT, _COMMAND)
 
 
-def _is_script(arguments: Sequence[str]) -> bool:
+def is_script(arguments: Sequence[str]) -> bool:
     return list(arguments[:4]) == [sys.executable, "-u", "-m", _SCRIPT] and arguments[4].endswith(".py")
 
 
@@ -305,8 +310,8 @@ class ForkingPopen(subprocess.Popen):  # type: ignore[type-arg]
     def _execute_child(self, *arguments: Any) -> None:
         given = _arguments_of(self, *arguments).arguments
         words = given["args"]
-        assert not _is_script(words) or threading.active_count() == 1, f"an agent has {threading.enumerate()} by now"
-        if isinstance(words, str) or not (_is_ours(words) or _is_script(words)) or _threads() > 1:
+        assert not is_script(words) or threading.active_count() == 1, f"an agent has {threading.enumerate()} by now"
+        if isinstance(words, str) or not (_is_ours(words) or is_script(words)) or not may_fork(words):
             super()._execute_child(*arguments)  # type: ignore[misc]
             return
         pid = os.fork()
