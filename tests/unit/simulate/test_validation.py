@@ -52,11 +52,17 @@ def test_recorded_runs_hold_losses_and_joins(recorded: Any, path: Path) -> None:
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_samples_and_pauses_are_predicted(recorded: Any, path: Path) -> None:
     """Samples within 5 %, pauses within 20 %."""
-    _, found = rows(recorded, path)
+    report, found = rows(recorded, path)
     # Of restarts the pauses are told.
-    told = {"samples", "pause_s"} if "bamboo" in {row.policy for row in found} else {"samples"}
+    own = report.policies.get("bamboo")
+    told = {"samples"} if own is None or own.restarts else {"samples", "pause_s"}
     assert {row.what for row in found} == told
     assert all(row.holds for row in found), [str(row) for row in found]
+
+
+def test_losses_of_owner_and_shadow_are_predicted_to_be_fatal(recorded: Any) -> None:
+    report, _ = rows(recorded, next(path for path in RECORDED if path.stem == "fatal-losses"))
+    assert report.policies["bamboo"].restarts == 3
 
 
 def test_three_configurations_are_recorded(recorded: Any) -> None:
