@@ -10,7 +10,7 @@ from collections.abc import Callable, Container
 from ..control.registry.access import open_store, put_once
 from ..control.registry.keys import Keys
 from ..control.registry.mirror import Mirror
-from ..control.registry.records import MemberRecord, StopRecord
+from ..control.registry.records import LeftRecord, MemberRecord, StopRecord
 from ..control.settings import MemberOptions
 from ..errors import EXIT_FATAL_LOSS, StoreError, StoreUnavailable
 from ..store.client import Store
@@ -52,23 +52,30 @@ class JoinedMembers:
 
     Args:
         options: of the launcher's members. A member that etcd has forgotten, in an outage, has two lease times to
-            register again.
+            register again, and so has one that waits for the job to start again.
         own: slots of the launcher.
     """
 
     def __init__(self, options: MemberOptions, own: Container[int]) -> None:
         self._own, self._return_s = own, 2 * options.bamboo.membership.lease_ttl_s
+        self._restarts = options.bamboo.recovery.max_restarts > 0
         self._absent_since: dict[str, float] = {}
         #: Those that have been seen.
         self.seen: set[str] = set()
 
     def look(self, mirror: Mirror, now: float) -> set[str]:
         """Members that are registered or expected to be soon; ``now`` is monotonic seconds."""
-        members = mirror.members
+        members, listed = mirror.members, {*(mirror.plan.members if mirror.plan else ())}
         self.seen |= {record.id for record in members.values() if is_joined(record, self._own)}
-        silent = {*self.seen, *(mirror.plan.members if mirror.plan else ())} - members.keys() - mirror.left.keys()
+        silent = {*self.seen, *listed} - members.keys() - mirror.left.keys()
+        if mirror.stop is None:
+            silent |= {member for member in listed & mirror.left.keys() if self._returns(mirror.left[member])}
         self._absent_since = {member: self._absent_since.get(member, now) for member in silent}
         return {*members, *(member for member, since in self._absent_since.items() if now < since + self._return_s)}
+
+    def _returns(self, record: LeftRecord) -> bool:
+        """Whether the agent of a member whose worker has stopped itself is about to register again, by another name."""
+        return record.outcome == "evicted" or (record.outcome == "fatal" and self._restarts)
 
 
 def await_end(

@@ -1,10 +1,10 @@
 """The interval of a job's own checkpoints: Young's, from the fatal losses that it has seen. Pure.
 
 A checkpoint that costs C seconds of training every T seconds, and a loss that takes the job back to it, by T / 2
-seconds on average, every M seconds, cost C / T + T / (2 M) of the time together. The least is at T = sqrt(2 C M): J. W. Young, "A first order
-approximation to the optimum checkpoint interval", CACM 17 (1974). J. T. Daly, "A higher order estimate of the optimum
-checkpoint interval for restart dumps", FGCS 22 (2006), adds terms of C and of the restart, which are small where C is
-much smaller than M, as that of a copy to host memory is.
+seconds on average, every M seconds, cost C / T + T / (2 M) of the time together. The least is at T = sqrt(2 C M):
+J. W. Young, "A first order approximation to the optimum checkpoint interval", CACM 17 (1974). J. T. Daly, "A higher
+order estimate of the optimum checkpoint interval for restart dumps", FGCS 22 (2006), adds terms of C and of the
+restart, which are small where C is much smaller than M, as that of a copy to host memory is.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from bamboo_ds.launchers.jobs import JobLocation
 from bamboo_ds.launchers.joined import JoinedMembers, exit_code, tell_to_stop
 from bamboo_ds.secret import ENV_SECRET, JobSecret
 from bamboo_ds.store.client import Store
+from bamboo_ds.topology import Plan
 from tests.support.control import Job, Start
 from tests.support.etcd import EtcdServer, Recorder
 from tests.support.jobs import SUPPORT, RunningJob, write_config
@@ -44,6 +45,20 @@ def test_a_guest_that_etcd_has_forgotten_may_come_back() -> None:
     assert members.look(mirror(), 205.0) == {"m9-guest"}
     assert members.look(mirror(), 209.0) == set()
     assert members.look(mirror(gone("lost")), 210.0) == set()
+
+
+@pytest.mark.parametrize(("outcome", "restarts", "stays"), [
+    ("fatal", 10, True), ("fatal", 0, False), ("evicted", 0, True), ("lost", 10, False),
+])  # fmt: skip
+def test_members_that_are_about_to_start_again_are_waited_for(outcome: str, restarts: int, stays: bool) -> None:
+    """Between the end of all workers and their agents' next registration a fatal loss leaves nobody registered."""
+    members = JoinedMembers(agent(lease_ttl_s=2, max_restarts=restarts), range(2))
+    fatal = Plan(epoch=3, owners=("m9-guest",), members=("m9-guest",), lost_roles=(0,))
+    assert members.look(mirror(fatal, gone(outcome)), 100.0) == ({"m9-guest"} if stays else set())
+    assert members.look(mirror(fatal, gone(outcome)), 105.0) == set()
+    given_up = StopRecord(code=86, reason="", by="")
+    members = JoinedMembers(agent(lease_ttl_s=2, max_restarts=restarts), range(2))
+    assert members.look(mirror(fatal, gone(outcome), given_up), 100.0) == set()
 
 
 def test_exit_code_is_that_of_the_job() -> None:

@@ -14,6 +14,8 @@ from ... import compat
 from ...state.universal import Loading
 
 _T = TypeVar("_T")
+#: A checkpoint's entry for DeepSpeed's converter.
+_UNIVERSAL_INFO = "universal_checkpoint_info"
 
 
 class _Of(Generic[_T]):
@@ -221,6 +223,10 @@ class DeepSpeedAdapter:
 
     def save_files(self, folder: str, tag: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
         """Gives the files of the bound role to the checkpoint engine."""
+        info = getattr(self.engine.module, _UNIVERSAL_INFO, None)
+        if callable(info):
+            # A method of Megatron's modules. DeepSpeed would save it as it is where the script gives no such entry.
+            client_state = {_UNIVERSAL_INFO: info(), **client_state}
         self.engine._save_checkpoint(folder, tag, client_state, exclude_frozen)
         if self.engine.save_zero_checkpoint:
             self.engine._save_zero_checkpoint(folder, tag)

@@ -21,6 +21,7 @@ from bamboo_ds.config import CheckpointConfig, parse_block
 from bamboo_ds.engine.checkpoints.own import OwnCheckpoints
 from bamboo_ds.engine.context.history import History
 from bamboo_ds.engine.stage.commit import Contribution, Form, decode, encode
+from bamboo_ds.engine.stage.deepspeed_adapter import DeepSpeedAdapter
 from bamboo_ds.errors import ConfigError
 from bamboo_ds.state.checkpoints import list_checkpoints
 from bamboo_ds.state.intervals import PRIOR_S, SHORTEST_S, LossRate, interval_s
@@ -153,6 +154,22 @@ def test_a_stage_that_cannot_be_copied_ends_the_own_ones_and_not_the_job() -> No
     ((path, step, error),) = told
     assert (path, step, type(error)) == (Path("/own/job/step3"), 3, TypeError)
     assert own.due() == (7, True), "no member takes part any more"
+
+
+def test_a_method_that_tells_what_deepspeed_s_converter_needs_is_called() -> None:
+    """Megatron's modules have one, of which DeepSpeed would save the method itself, and the module with it."""
+    saved: list[Any] = []
+    engine = SimpleNamespace(module=SimpleNamespace(universal_checkpoint_info=lambda: {"tied": []}))
+    engine.save_zero_checkpoint, engine._save_checkpoint = False, lambda *arguments: saved.append(arguments[2])
+    for state in ({"step": 3}, {"universal_checkpoint_info": "the script's"}):
+        DeepSpeedAdapter(engine).save_files("folder", "tag", state, False)
+    assert saved == [
+        {"universal_checkpoint_info": {"tied": []}, "step": 3},
+        {"universal_checkpoint_info": "the script's"},
+    ]
+    engine.module = SimpleNamespace(universal_checkpoint_info={"tied": []})
+    DeepSpeedAdapter(engine).save_files("folder", "tag", {"step": 3}, False)
+    assert saved[2:] == [{"step": 3}]
 
 
 # -- writing --------------------------------------------------------------------------------------------------
