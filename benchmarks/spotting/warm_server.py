@@ -19,7 +19,6 @@ if __name__ == "__main__":
 
     sys.path.remove(ROOT)
     serve = fork_server.serve
-
     alone = fork_server.may_fork
 
     def serve_all(control: socket.socket) -> NoReturn:

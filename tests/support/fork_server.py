@@ -301,6 +301,7 @@ def _is_ours(arguments: Sequence[str]) -> bool:
 
 
 def is_script(arguments: Sequence[str]) -> bool:
+    """Whether that is the command line of a worker that runs a script's file."""
     return list(arguments[:4]) == [sys.executable, "-u", "-m", _SCRIPT] and arguments[4].endswith(".py")
 
 

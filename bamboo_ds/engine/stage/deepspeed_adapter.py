@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from typing import Any, Generic, Literal, TypeVar
 
 import torch
+from deepspeed.checkpoint.constants import UNIVERSAL_CHECKPOINT_INFO
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.pipe.schedule import BackwardPass, ForwardPass, LoadMicroBatch, PipeInstruction
 
@@ -14,8 +15,6 @@ from ... import compat
 from ...state.universal import Loading
 
 _T = TypeVar("_T")
-#: A checkpoint's entry for DeepSpeed's converter.
-_UNIVERSAL_INFO = "universal_checkpoint_info"
 
 
 class _Of(Generic[_T]):
@@ -223,10 +222,10 @@ class DeepSpeedAdapter:
 
     def save_files(self, folder: str, tag: str, client_state: dict[str, Any], exclude_frozen: bool) -> None:
         """Gives the files of the bound role to the checkpoint engine."""
-        info = getattr(self.engine.module, _UNIVERSAL_INFO, None)
+        info = getattr(self.engine.module, UNIVERSAL_CHECKPOINT_INFO, None)
         if callable(info):
             # A method of Megatron's modules. DeepSpeed would save it as it is where the script gives no such entry.
-            client_state = {_UNIVERSAL_INFO: info(), **client_state}
+            client_state = {UNIVERSAL_CHECKPOINT_INFO: info(), **client_state}
         self.engine._save_checkpoint(folder, tag, client_state, exclude_frozen)
         if self.engine.save_zero_checkpoint:
             self.engine._save_zero_checkpoint(folder, tag)
